@@ -192,6 +192,10 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Nothing, where the budget is kept; else leave `torch.backends.cudnn.benchmark` False from the start of the process.",
     ),
     ("session/solving.py", "MemOpt: plan in force"): ("A plan was found.", NOTHING),
+    ("session/solving.py", "MemOpt: … of … parameters"): (
+        "With `optimizer_in_backward='auto'`, a plan updates as few parameters in backward as its budget needs.",
+        "Nothing; `optimizer_in_backward='always'` updates all of them there.",
+    ),
     ("session/solving.py", "MemOpt: solving"): ("The observed steps are being planned.", NOTHING),
     ("session/between.py", "MemOpt: … bytes"): (
         "Code between two steps takes memory: a teacher's forward, a copy of the weights, an evaluation. No plan changes it.",

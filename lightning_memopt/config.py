@@ -45,10 +45,10 @@ class MemOptConfig:
             `"block8"`.
         objective: what a plan within the budget minimises: measured time (`"throughput"`) or `"flops"`.
         optimizer_in_backward: whether each parameter is updated in backward as soon as its gradient is final, so that the
-            gradient is freed at once. `"never"`; `"auto"`: if that gives the same bits, else one line says why not;
-            `"always"`: raises UpdatesInBackwardError if not. Nothing may read or write `p.grad`, weights or the optimizer's
-            state between that backward and `optimizer.step()`; after it, `p.grad` is None. Plain loops must mark the last
-            backward before a step by `with run.last_backward():`.
+            gradient is freed at once. `"never"`; `"auto"`: those that the budget needs, if that gives the same bits, else one
+            line says why not; `"always"`: all, and raises UpdatesInBackwardError if not. Nothing may read or write `p.grad`,
+            weights or the optimizer's state between that backward and `optimizer.step()`; after it, `p.grad` is None. Plain
+            loops must mark the last backward before a step by `with run.last_backward():`.
         profile_steps: number of real training steps that are observed before the plan is solved.
         solver_seconds: time limit of the planner, in seconds of CPU time, so that a busy machine gets the same plans. Once a
             small plan is found, faster ones are sought for no longer than 50 unmodified steps take, or 1 second if it is more.

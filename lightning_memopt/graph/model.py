@@ -306,6 +306,21 @@ class Graph:
         """New version -> the version that it overwrote."""
         return {new: old for op in self.ops for old, new in op.mutates}
 
+    def ops_of(self, point: int) -> list[Op]:
+        """The ops of the early update of a parameter whose gradient is final after this point."""
+        ops = []
+        for kind, id, _ in self.points[point + 1 :]:
+            if kind != "op" or self.ops[id].phase != "update":
+                break
+            ops.append(self.ops[id])
+        return ops
+
+    def temporaries_of(self, point: int) -> list[int]:
+        """The tensors that this update makes and has freed when it is over."""
+        ops = self.ops_of(point)
+        made = (self.tensors[t] for op in ops for t in op.outputs)
+        return [t.id for t in made if t.storage == t.id and t.freed_at <= ops[-1].at]
+
     def asked_at(self, point: int) -> int:
         """The tensor that autograd asks for, or lets go of, at an unpack or release point."""
         return self.saves[self.points[point].id].tensor

@@ -14,6 +14,7 @@ from lightning_memopt.plan.allocator.beginning import Beginning
 from lightning_memopt.plan.allocator.reserved import reserved
 from lightning_memopt.plan.allocator.settings import Settings
 from lightning_memopt.plan.model import Life
+from lightning_memopt.plan.updates import updated
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,10 @@ class Machine:
     beginning: Beginning | None = None
     overhead: Overhead = FREE
     update_seconds: float = 0.0
+
+    def usual_step(self, graph: Graph) -> Graph:
+        """The step of this graph without a plan: early updates are a part of it only where no plan decides about them."""
+        return updated(graph, ()) if self.update_seconds else graph
 
     def reserve(self, graph: Graph) -> Callable[[tuple[Life, ...]], int] | None:
         """The reserved peak of a plan of this graph by its lives; None where nothing is reserved on its device."""

@@ -37,7 +37,12 @@ def updated(graph: Graph, updates: tuple[int, ...]) -> Graph:
     usual = [update for update in graph.updates if update.parameter not in set(updates)]
     if not usual:
         return graph
-    tensors, last = list(graph.tensors), len(graph.points) - 1
+    tensors, ops, last = list(graph.tensors), list(graph.ops), len(graph.points) - 1
+    for update in usual:  # what its early update would take
+        for t in graph.temporaries_of(update.at):
+            tensors[t] = replace(tensors[t], nbytes=0)
+        for op in graph.ops_of(update.at):
+            ops[op.id] = replace(op, workspace_nbytes=0)
 
     def add(name: str, kind: Kind, nbytes: int, born_at: int, freed_at: int) -> None:
         id = len(tensors)
@@ -49,7 +54,7 @@ def updated(graph: Graph, updates: tuple[int, ...]) -> Graph:
         add(name, "gradient", update.nbytes, update.since, last)
         add(name, "gradient", update.nbytes, BEFORE, update.until)
     add("in update", "temporary", beside_nbytes(graph, usual), last, last)
-    return replace(graph, tensors=tuple(tensors), updates=(), usual_nbytes=0)
+    return replace(graph, ops=tuple(ops), tensors=tuple(tensors), updates=(), usual_nbytes=0)
 
 
 def beside_nbytes(graph: Graph, usual: Iterable[EarlyUpdate]) -> int:
@@ -67,7 +72,9 @@ def fewest(graph: Graph, levels: Sequence[int], limit_nbytes: int) -> tuple[int,
     """
     at_end = limit_nbytes - levels[-1]
     beside = max((update.beside_nbytes / update.nbytes for update in graph.updates if update.nbytes), default=0.0)
-    usual = _fitting(graph, levels, limit_nbytes, max(at_end - graph.usual_nbytes, int(at_end / (1 + beside))))
+    # an update that frees nothing is never early where others may be late
+    always = sum(update.beside_nbytes for update in graph.updates if not update.nbytes)
+    usual = _fitting(graph, levels, limit_nbytes, max(at_end - graph.usual_nbytes, int((at_end - always) / (1 + beside))))
     return tuple(update.parameter for update in graph.updates if update.parameter not in usual)
 
 

@@ -125,6 +125,8 @@ class _Ledger:
         self.graph = graph
         self.schedule = schedule
         self.usual = [update for update in graph.updates if update.parameter not in early]
+        self.left_out = {t for update in self.usual for t in graph.temporaries_of(update.at)}
+        self.later = {op.id for update in self.usual for op in graph.ops_of(update.at)}
         self.problems: list[str] = []
         self.now = self.peak = self.rebuilt_ops = 0
         self.live: dict[int, list[_Instance]] = {}
@@ -155,7 +157,7 @@ class _Ledger:
             self.problems.append(text)
 
     def nbytes(self, tensor: int) -> int:
-        return self.graph.tensors[tensor].nbytes
+        return 0 if tensor in self.left_out else self.graph.tensors[tensor].nbytes
 
     def called(self, tensor: int) -> str:
         return f"tensor {tensor} ({self.graph.tensors[tensor].name})"
@@ -201,7 +203,7 @@ class _Ledger:
             if point.kind == "op":
                 self.user_op(graph.ops[point.id], p)
             self.exist(born.get(p, ()), p)
-            if point.kind == "op":
+            if point.kind == "op" and point.id not in self.later:
                 self.meet(graph.ops[point.id].workspace_nbytes)
             self.expect(p)
             if p in self.schedule.segments:

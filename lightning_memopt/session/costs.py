@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import nn, optim
 from torch.nn import functional
 
 from lightning_memopt.device.backends import backend_of
@@ -33,6 +33,7 @@ from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import Life, Overhead
 from lightning_memopt.record import Outside
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
+from lightning_memopt.runtime.early_updates import step_without_hooks
 from lightning_memopt.session import times
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.recording import PlannedRecording
@@ -248,6 +249,33 @@ def _once(device: torch.device, nbytes: int) -> Costs:
 _known: dict[tuple[str, bool, int], Costs] = {}
 """(device, whether the native engine is in use, bytes touched behind each op) -> the costs."""
 _measuring = threading.Lock()
+
+
+def of_early_update(optimizer: optim.Optimizer, device: torch.device) -> float:
+    """Seconds that an update of one parameter in backward takes longer than its share of an update of all; from a throw-away
+    optimizer of this class with tiny parameters.
+    """
+    return times.current.of_early_update(lambda: in_own_thread(lambda: _of_early_update(optimizer, device), device))
+
+
+def _of_early_update(optimizer: optim.Optimizer, device: torch.device) -> float:
+    parameters = [nn.Parameter(torch.ones(4, 4, device=device)) for _ in range(_LINKS)]
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    make: Any = type(optimizer)  # of those that may update early: all have defaults
+    double = make(parameters)
+    whole = double.param_groups[0]
+    whole.update({key: value for key, value in optimizer.param_groups[0].items() if key in ("foreach", "fused", "capturable")})
+    raw = step_without_hooks(type(optimizer)) or type(optimizer).step  # hooks for all optimizers are the user's
+
+    def step(*groups: dict[str, Any]) -> None:
+        for group in groups:
+            double.param_groups = [group]
+            raw(double)
+
+    alone = [{**whole, "params": [p]} for p in parameters]
+    took = _medians({"together": partial(step, whole), "one by one": partial(step, *alone)}, device)
+    return max(0.0, took["one by one"] - took["together"]) / _LINKS
 
 
 def in_own_thread(measure: Callable[[], T], device: torch.device) -> T:

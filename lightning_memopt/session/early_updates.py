@@ -24,6 +24,7 @@ from lightning_memopt.ranks import wrapper_of
 from lightning_memopt.record import is_plain
 from lightning_memopt.runtime.early_updates import EarlyUpdates, Reason, of_optimizers, refusal
 from lightning_memopt.runtime.reduced import reduced_by
+from lightning_memopt.session.costs import of_early_update
 from lightning_memopt.session.final_gradients import late
 from lightning_memopt.session.observation import Observation
 from lightning_memopt.session.peak_meter import in_compiled_code
@@ -320,6 +321,10 @@ class EarlyUpdating:
         self.updates.stop_reading()
         if closure:
             self._refuse(_CLOSURE)
+
+    def seconds(self, device: torch.device) -> float:
+        """Seconds that each early update costs, by which a plan chooses; 0 where all that may be early are to be."""
+        return 0.0 if self.always else of_early_update(self.updates.optimizer, device)
 
     @property
     def early(self) -> set[str]:

@@ -116,7 +116,7 @@ def with_updates(graph: Graph, finals: Iterable[Final]) -> Graph:
             EarlyUpdate(
                 parameter=graph.tensors[f.parameter].storage,
                 at=f.point,
-                nbytes=0 if gradient is None else gradient.nbytes,
+                nbytes=0 if gradient is None or since >= end else gradient.nbytes,
                 since=max(since, f.point + 1),
                 until=until,
                 beside_nbytes=_beside_nbytes(graph, f.point),
@@ -127,16 +127,11 @@ def with_updates(graph: Graph, finals: Iterable[Final]) -> Graph:
 
 def _beside_nbytes(graph: Graph, point: int) -> int:
     """The most bytes of temporary tensors of the update after a point."""
-    ops = []
-    for kind, id, _ in graph.points[point + 1 :]:
-        if kind != "op" or graph.ops[id].phase != "update":
-            break
-        ops.append(graph.ops[id])
+    ops = graph.ops_of(point)
     if not ops:
         return 0
-    first, last = ops[0].at, ops[-1].at
-    levels = Levels(last - first + 1)
-    for t in (graph.tensors[t] for op in ops for t in op.outputs):
-        if t.storage == t.id and t.freed_at <= last:
-            levels.add(t.born_at - first, t.freed_at - first, t.nbytes)
+    first = ops[0].at
+    levels = Levels(len(ops))
+    for t in map(graph.tensors.__getitem__, graph.temporaries_of(point)):
+        levels.add(t.born_at - first, t.freed_at - first, t.nbytes)
     return max(level + op.workspace_nbytes for level, op in zip(levels.levels(), ops, strict=True))

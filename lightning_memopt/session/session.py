@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -411,6 +412,8 @@ class Session:
         graph = self.foresight.complete(graph, self.device, early=self._early is not None)
         cache, regions, limit = self._plan_cache, self._compiled, self._limit_nbytes
         machine = machine_of(self.device, resident_tensors(self.model, self.optimizers, ()))
+        if self._early is not None and graph.updates and self._agreement.alone:  # ranks update the same parameters early
+            machine = replace(machine, update_seconds=self._early.seconds(self.device))
         again = regions.compiled_again(graph, limit, self.say, machine)
         solve = partial(self._agreement.solved, limit_nbytes=limit, offloading=self._offloading, say=self.say, machine=machine)
         self._become(state, cache.afresh(state, regions.changed) if again else cache.observed(state, graph, self.say, solve))

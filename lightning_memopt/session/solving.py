@@ -122,13 +122,18 @@ def chosen(
         is_above = True  # not the error, whose frames would hold the batch
         plan = frontier.plan(error.smallest_nbytes)
     compiled = any(op.name == COMPILED for op in graph.ops)
-    before, unmodified_nbytes = "as compiled" if compiled else "unmodified", unmodified_peak(graph, machine)
+    before, unmodified_nbytes = "as compiled" if compiled else "unmodified", unmodified_peak(machine.usual_step(graph), machine)
     say(
         f"MemOpt: plan in force: predicted peak {format_nbytes(plan.predicted.needed_nbytes)} of "
         f"{format_nbytes(plan.budget_nbytes)}, {before} {format_nbytes(unmodified_nbytes)}; extra "
         f"{1e3 * plan.predicted.seconds:.1f} ms a step, no plan below {1e3 * plan.lower_bound_seconds:.1f} ms; "
         f"solved in {frontier.seconds:.1f} s"
     )
+    if len(plan.updates) < len(graph.updates):
+        say(
+            f"MemOpt: {len(plan.updates)} of {len(graph.updates)} parameters are updated in backward: the budget needs no "
+            "more, and updates of single parameters take longer"
+        )
     if config.verbose:
         _detail(f"the plan is by {plan.solver}")
     if is_above:

@@ -48,6 +48,10 @@ class Times:
         """The seconds that recording and rebuilding take by themselves. `measure`: measures them on this machine."""
         return measure()
 
+    def of_early_update(self, measure: Callable[[], float]) -> float:
+        """The seconds that an early update takes longer than its share of a usual one. `measure`: measures them here."""
+        return measure()
+
     def of_transfers(self, measure: Callable[[], MachineRates]) -> MachineRates:
         """The rates of links and codecs. `measure`: measures them on this machine."""
         return measure()

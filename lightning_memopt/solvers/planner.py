@@ -333,7 +333,7 @@ def solve(
         graph=graph,
         candidates=tuple(_pareto(whole, objective)),
         smallest_nbytes=smallest.budget_nbytes,
-        unmodified_peak_nbytes=unmodified,
+        unmodified_peak_nbytes=max(unmodified_levels(machine.usual_step(graph)), default=0),
         moments=tuple(moments),
         seconds=perf_counter() - began,
         machine=machine,

@@ -19,8 +19,9 @@ def with_updates(graph: Graph, rng: random.Random, count: int = 5, beside: int |
     for at in sorted(rng.randint(begins, last) for _ in range(count)):
         id, nbytes = len(tensors), rng.randint(0, 9)
         tensors.append(Tensor(id=id, name=f"p{id}", nbytes=4, kind="parameter", storage=id, born_at=BEFORE, freed_at=last))
-        takes = nbytes * beside if beside is not None else rng.randint(0, 6)
         since = at + 1 if rng.random() < 0.8 else rng.randint(at + 1, last + 1)
+        nbytes = nbytes if since <= last else 0
+        takes = nbytes * beside if beside is not None else rng.randint(0, 6)
         held = until if nbytes else BEFORE
         updates.append(EarlyUpdate(parameter=id, at=at, nbytes=nbytes, since=since, until=held, beside_nbytes=takes))
     sizes = [update.beside_nbytes for update in updates]

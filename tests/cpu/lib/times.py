@@ -21,6 +21,7 @@ LOOK_SECONDS = 5e-3
 """A solver takes this long between two looks at its clock."""
 COSTS = Costs(call=3e-6, argument=3e-7, recorded=1.5e-5, rebuilt=1.5e-5)
 FREE = Costs(0.0, 0.0, 0.0, 0.0)
+EARLY_UPDATE_SECONDS = 2e-5
 RATES = MachineRates(
     name="known beforehand",
     links={
@@ -56,6 +57,9 @@ class Known(Times):
 
     def of_our_work(self, measure: Callable[[], Costs]) -> Costs:
         return self.costs
+
+    def of_early_update(self, measure: Callable[[], float]) -> float:
+        return EARLY_UPDATE_SECONDS
 
     def of_transfers(self, measure: Callable[[], MachineRates]) -> MachineRates:
         return RATES

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.plan import Machine, Overhead, read_plan
 from lightning_memopt.runtime import Program
-from lightning_memopt.session import costs
+from lightning_memopt.runtime.early_updates import ALLOWED
+from lightning_memopt.session import costs, times
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from tests.cpu.lib.loops import QUIET, batches, sgd, small, train
@@ -118,3 +122,19 @@ def test_a_plan_must_be_worth_its_overhead(run):
     assert len(free.candidates) > 2
     assert [c.lives for c in dear.candidates] == [free.candidates[0].lives]
     assert dear.smallest_nbytes == free.smallest_nbytes
+
+
+@pytest.mark.parametrize("kind", ALLOWED)
+def test_an_early_update_is_timed_beside_the_user(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an optimizer of its own: the user's is not stepped, and hooks for all optimizers are not called."""
+    monkeypatch.setattr(times, "current", times.Times())
+    p = nn.Parameter(torch.ones(4, 4))
+    p.grad = torch.ones(4, 4)
+    optimizer, steps = kind([p]), list[object]()
+    hook = register_optimizer_step_post_hook(lambda *_: steps.append(1))
+    try:
+        seconds = costs.of_early_update(optimizer, torch.device("cpu"))
+    finally:
+        hook.remove()
+    assert 0.0 <= seconds < 1.0 and not steps
+    assert torch.equal(p, torch.ones(4, 4))
