@@ -1,6 +1,7 @@
 """Peak memory with updates in backward against without, beside OLLA's Figure 7 (Steiner et al., 2022, section 5.3).
 
     python -m benchmarks in_backward [--models gpt2,llama] [--batches 1,32] [-o benchmarks/results/in_backward.json]
+    python -m benchmarks in_backward --chosen [--batches 1]  # which updates plans choose, against all that may be early
 
 Four real steps run in either way within `optimize`, once with a budget that needs no plan and once at the smallest plan; a
 planned one is measured by the allocator's own events. Where the routing of experts takes the forward off its plan (what does
@@ -16,7 +17,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,7 @@ from benchmarks.lib.paths import RESULTS
 from benchmarks.models.registry import MODELS, built
 from lightning_memopt import optimize
 from lightning_memopt.session import RunStatus
+from lightning_memopt.solvers import planner
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9),
@@ -83,19 +88,67 @@ def rows(name: str, batch: int, optimizer: str, budget: str) -> dict[str, Any]:
     return row
 
 
+def chosen(name: str, batch: int, optimizer: str) -> Iterator[dict[str, Any]]:
+    """Rows of what "auto" chooses against the rule of "always", for the smallest plan, which runs, and for a budget halfway to
+    what the step takes without a plan, as predicted. `extra_ms`: of the whole plan, early updates included.
+    """
+    peaks = {}
+    for mode in ("always", "auto"):
+        held = held_nbytes()
+        params, status, steps = train(name, batch, optimizer, budget="min", optimizer_in_backward=mode)
+        peaks[mode] = status.measured_peak_nbytes - held
+    exact = all(map(torch.equal, train(name, batch, optimizer, steps)[0], params))
+    frontier = status.frontier
+    machine, graph = frontier.machine, frontier.graph
+    smallest, usual = frontier.smallest_nbytes, status.plan.unmodified_peak_nbytes
+    for budget in (smallest, (smallest + usual) // 2):
+        rule = planner.solve(graph, replace(machine, update_seconds=0.0), budgets=[budget]).plan(budget)
+        plan = planner.solve(graph, machine, budgets=[budget]).plan(budget)
+        all_of_them = machine.update_seconds * len(rule.updates)
+        yield {
+            "model": name,
+            "batch": batch,
+            "optimizer": optimizer,
+            "budget": "smallest" if budget == smallest else "middle",
+            "updates": [len(rule.updates), len(plan.updates)],
+            "peak_nbytes": [rule.predicted.peak_nbytes, plan.predicted.peak_nbytes],
+            "extra_ms": [1e3 * (rule.predicted.seconds + all_of_them), 1e3 * plan.predicted.seconds],
+            "bound_ms": 1e3 * plan.lower_bound_seconds,
+            "measured_nbytes": [*peaks.values()] if budget == smallest else None,
+            "exact": exact,
+        }
+
+
+def choose(models: Iterable[str], batches: Iterable[int], output: Path) -> None:
+    found = []
+    for name, batch, optimizer in itertools.product(models, batches, OPTIMIZERS):
+        for row in chosen(name, batch, optimizer):
+            found.append(row)
+            (all_early, few), (rule, plan) = row["updates"], row["extra_ms"]
+            worse = "" if plan <= rule + 1e-6 else " WORSE"
+            print(f"{name:10} {batch:3} {optimizer:5} {row['budget']:8} early {all_early:4} {few:4}", end=" ", flush=True)
+            print(f"extra {rule:8.2f} {plan:8.2f} ms, no plan below {row['bound_ms']:8.2f}{worse}", flush=True)
+            output.write_text(json.dumps({"torch": torch.__version__, "rows": found}, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--batches", default="1,32")
     parser.add_argument("--budget", default="8GiB", help="holds the unmodified step of every model")
-    parser.add_argument("-o", "--output", default=RESULTS / "in_backward.json")
+    parser.add_argument("--chosen", action="store_true", help="which updates a plan chooses")
+    parser.add_argument("-o", "--output")
     arguments = parser.parse_args()
     torch.use_deterministic_algorithms(True)
-    output = Path(arguments.output)
+    batches = [*map(int, arguments.batches.split(","))]
+    if arguments.chosen:
+        choose(arguments.models.split(","), batches, Path(arguments.output or RESULTS / "in_backward_chosen.json"))
+        return
+    output = Path(arguments.output or RESULTS / "in_backward.json")
     found: list[dict[str, Any]] = json.loads(output.read_text())["rows"] if output.exists() else []  # goes on where it stopped
     done = {tuple(row[key] for key in ("model", "batch", "optimizer", "plan")) for row in found}
     for name in arguments.models.split(","):
-        for batch in map(int, arguments.batches.split(",")):
+        for batch in batches:
             for optimizer in OPTIMIZERS:
                 for budget in (arguments.budget, "min"):
                     if (name, batch, optimizer, "smallest" if budget == "min" else "none") in done:
