@@ -41,7 +41,7 @@ class Solved(NamedTuple):
 def solved(graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: Say, machine: Machine) -> Solved:
     """Solve for a graph on a machine, and choose its plan. Raises InfeasibleError as `chosen` does."""
     frontier = frontier_of(graph, offloading, say, machine, limit_nbytes)
-    plan, above = chosen(frontier, graph, machine, limit_nbytes, offloading.config, say)
+    plan, above = chosen(frontier, graph, limit_nbytes, offloading.config, say)
     rates = offloading.measured
     if rates is not None and offloading.tier and plan.predicted.rebuilt_ops and not plan.parks:
         link = rates.links[offloading.tier]
@@ -97,12 +97,7 @@ def _tuned_nbytes(graph: Graph) -> int:
 
 
 def chosen(
-    frontier: planner.Frontier,
-    graph: Graph,
-    machine: Machine,
-    limit_nbytes: int | None,
-    config: MemOptConfig,
-    say: Say,
+    frontier: planner.Frontier, graph: Graph, limit_nbytes: int | None, config: MemOptConfig, say: Say
 ) -> tuple[Plan, str | None]:
     """The plan for `limit_nbytes` (None: the smallest that `max_slowdown` allows), and None. Where no plan fits: the smallest
     plan, and a warning's text.
@@ -122,7 +117,8 @@ def chosen(
         is_above = True  # not the error, whose frames would hold the batch
         plan = frontier.plan(error.smallest_nbytes)
     compiled = any(op.name == COMPILED for op in graph.ops)
-    before, unmodified_nbytes = "as compiled" if compiled else "unmodified", unmodified_peak(machine.usual_step(graph), machine)
+    machine, before = frontier.machine, "as compiled" if compiled else "unmodified"
+    unmodified_nbytes = unmodified_peak(machine.usual_step(graph), machine)
     say(
         f"MemOpt: plan in force: predicted peak {format_nbytes(plan.predicted.needed_nbytes)} of "
         f"{format_nbytes(plan.budget_nbytes)}, {before} {format_nbytes(unmodified_nbytes)}; extra "
