@@ -13,6 +13,7 @@ from lightning_memopt.graph.liveness import (
 )
 from lightning_memopt.graph.model import (
     BEFORE,
+    CALL,
     COMPILED,
     HOOK,
     LATE_HOOK,
@@ -29,6 +30,7 @@ from lightning_memopt.graph.model import (
 
 __all__ = [
     "BEFORE",
+    "CALL",
     "COMPILED",
     "HOOK",
     "LATE_HOOK",

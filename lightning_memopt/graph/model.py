@@ -26,6 +26,10 @@ HOOK = "fsdp::"
 """The name of an op that stands for a hook of a sharded module, with its collectives, begins with this."""
 COMPILED = "compiled::code"
 """The name of an op that stands for a run of code that a compiler generated, forward or backward: its ops are not seen."""
+CALL = "memopt::call"
+"""The name of an op that stands for the begin of a further call of the model in the same forward. What ran since the call
+before is not recorded in a planned step. The results of that, and of earlier calls, which ops of the call read, are its own.
+"""
 LATE_HOOK = f"{HOOK}late"
 """The name of such an op where the buffers of its collectives may be freed after it."""
 

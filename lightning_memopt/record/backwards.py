@@ -16,21 +16,20 @@ import torch
 from lightning_memopt.record.seams import Seams
 from lightning_memopt.record.uncompiled import uncompiled, uncompiled_itself
 
-Told = Callable[[], None]
+Told = Callable[[bool], None]
 
 
 @uncompiled
-def _tell() -> None:
+def _tell(goes_on: bool) -> None:
     for listener in tuple(_seams.listeners):
-        listener()
+        listener(goes_on)
 
 
 def _running(original: Any) -> Any:
     @uncompiled_itself
     def run_backward(outputs: Any, *args: Any, accumulate_grad: bool = False, **kwargs: Any) -> Any:
         # args: gradients of the outputs, whether the graph is kept, whether the gradients get a graph, inputs
-        if accumulate_grad or not args[2]:
-            _tell()
+        _tell(bool(args[2]) and not accumulate_grad)
         return original(outputs, *args, accumulate_grad=accumulate_grad, **kwargs)
 
     return run_backward
@@ -40,7 +39,7 @@ _seams: Seams[Told] = Seams(lambda: [(torch.autograd, "_engine_run_backward", _r
 
 
 def before_backwards(told: Told) -> contextlib.AbstractContextManager[None]:
-    """Within, call `told()` before a backward runs in any thread. `torch.autograd.grad(..., create_graph=True)` does not count:
-    its gradients are part of the forward that goes on (a gradient penalty, forces).
+    """Within, call `told(goes_on)` before a backward runs in any thread. `goes_on`: it is `torch.autograd.grad(...,
+    create_graph=True)`, whose gradients are part of the forward (a gradient penalty, forces, the inner steps of MAML).
     """
     return _seams.listening(told)

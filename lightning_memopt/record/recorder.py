@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -60,6 +60,8 @@ class Recorder(Outside):
         self.op = 0
         self.next_id = 0
         self.of_storage: dict[int, StorageVersion] = {}
+        self._earlier: dict[int, StorageVersion] = {}
+        """What calls of the model made, and code between them, before the present call: as `of_storage`."""
         self._beneath: dict[int, list[StorageVersion]] = {}
         """Id of a version -> earlier versions of its memory that changed unseen and of which bytes are held."""
         self._resizes: StorageVersion | None = None
@@ -68,7 +70,26 @@ class Recorder(Outside):
     def forget(self) -> None:
         """Drop the map from storages: it must not outlive the forward pass."""
         self.of_storage.clear()
+        self._earlier.clear()
         self._beneath.clear()
+
+    def goes_on(self, written_over: Collection[int] = ()) -> dict[int, StorageVersion]:
+        """Another call of the model begins in this forward. What ran since the last one is not on the tape, and may have written
+        to results of earlier calls unseen: all that was made comes from outside of the call. Returns it, by storage.
+        `written_over`: storages that are no longer what earlier calls read.
+        """
+        versions = self.tape.versions
+        made = {
+            weak: v
+            for weak, v in self.of_storage.items()
+            if not v.external or weak in written_over or versions.get(v.id) is not v
+        }
+        for weak in made:
+            del self.of_storage[weak]
+        self._earlier |= made
+        self.op += 1  # as the graph counts: the call is an op of it
+        self.settings_changed()
+        return made
 
     def recognise(self, version: StorageVersion, value: torch.Tensor | None) -> None:
         """The bytes of a version were rebuilt, maybe in a new storage, and `value` is on them: ops that read it read the
@@ -87,6 +108,8 @@ class Recorder(Outside):
     def adopt(self, t: torch.Tensor, why: str = OUTSIDE) -> StorageVersion:
         """The version that a tensor is on which no recorded op made: it is held, never dropped (R4)."""
         known = self.of_storage.get(storage_id(t))
+        if known is None and not self.capturing and (known := self._earlier.pop(storage_id(t), None)) is not None:
+            self.of_storage[known.weak] = known
         if known is not None:
             return known
         version = self._new(t, Origin.EXTERNAL)

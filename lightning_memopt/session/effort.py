@@ -2,9 +2,9 @@
 small part of the run.
 
 After the first steps and the first minute, a step is observed only while observing has taken no more than a twentieth of the
-run's time. Where observed steps lead to no plan, observing rests, each time for twice as many of them. A step that calls the
-model again and again before a backward is observed in its first calls; once it is known how many there are, in its last one
-alone, for which the plan is made.
+run's time. Where observed steps lead to no plan, observing rests, each time for twice as many of them. A step with many
+forwards whose graphs are all held, with backwards in between, is observed in its first forwards; once it is known how many
+there are, in its last one alone, for which the plan is made.
 
 None of this is so where tensors had to be evicted: there, observing keeps the budget. Nor where ranks decide together: their
 clocks differ.
@@ -18,8 +18,8 @@ FREE_SECONDS = 60.0
 FREE_STEPS = 4
 SHARE = 0.05
 """The share of a run's time that observing may take, after so many seconds and observed steps."""
-CALLS = 8
-"""Maximum number of calls before one backward that are observed."""
+PILE = 8
+"""Maximum number of forwards, each of which begins while the graph of the one before is held, that are observed."""
 REST = 20
 """Steps that are not observed after as many observed ones without a plan; twice as many each time."""
 
@@ -29,13 +29,13 @@ class Effort:
 
     bounded: observing has bounds.
     evicts: tensors were evicted in an observed step.
-    calls: how many calls of the model this step has had before one backward; 0 where each had a backward of its own.
+    pile: how many forwards of this step began while the graph of the one before was held, after a backward of another part.
     """
 
     def __init__(self, bounded: bool) -> None:
         self.bounded = bounded
         self.evicts = False
-        self.calls = 0
+        self.pile = 0
         self._said = False
         self._run_began: float | None = None
         self._step_began: float | None = None
@@ -65,18 +65,16 @@ class Effort:
         return False
 
     def looks_at(self, piles: bool) -> bool:
-        """Whether the next call of the model in this step is observed. Counts it. `piles`: the call before it has had no
-        backward yet.
-        """
+        """Whether the next forward of this step is observed. Counts it. `piles`: the graph of the one before it is held."""
         self._rounds += 1
-        self.calls += piles
+        self.pile += piles
         if self._is_unbounded:
             return True
-        return self._rounds >= self._last_rounds if self._last_rounds else self.calls < CALLS
+        return self._rounds >= self._last_rounds if self._last_rounds else self.pile < PILE
 
     @property
     def looks_at_last(self) -> bool:
-        """Whether only the last of many calls before a backward is observed."""
+        """Whether only the last of many forwards whose graphs are held is observed."""
         return bool(self._last_rounds) and not self._is_unbounded
 
     def begins(self) -> None:
@@ -91,14 +89,14 @@ class Effort:
             self._seconds += times.current.now() - began
 
     def step_ended(self) -> int:
-        """A step is over, observed or not. Returns how many calls of the model it had before one backward, the first time that
-        there were several; else 0.
+        """A step is over, observed or not. Returns how many forwards it had, the first time that graphs of several were held;
+        else 0.
         """
-        rounds, calls = self._rounds, self.calls
-        many = rounds if self._last_rounds else calls
-        self._last_rounds = rounds if many >= CALLS else 0
-        self._rounds = self.calls = 0
-        first, self._said = bool(calls) and not self._said, self._said or bool(calls)
+        rounds, pile = self._rounds, self.pile
+        many = rounds if self._last_rounds else pile
+        self._last_rounds = rounds if many >= PILE else 0
+        self._rounds = self.pile = 0
+        first, self._said = bool(pile) and not self._said, self._said or bool(pile)
         return rounds if first else 0
 
     def succeeded(self) -> None:

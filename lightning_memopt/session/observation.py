@@ -14,11 +14,18 @@ import torch
 from torch import nn
 
 from lightning_memopt.device.places import is_on, on_host
-from lightning_memopt.graph import Graph, Op
+from lightning_memopt.graph import CALL, Graph, Op
 from lightning_memopt.native import counter_of
 from lightning_memopt.native.counting import PLAIN
 from lightning_memopt.native.engine import loaded, maker
-from lightning_memopt.record import Recorder, around_compiled, around_dual_levels, watching_sizes
+from lightning_memopt.record import (
+    Recorder,
+    around_compiled,
+    around_dual_levels,
+    before_backwards,
+    uncompiled,
+    watching_sizes,
+)
 from lightning_memopt.record.gathered import around_units, units_of
 from lightning_memopt.runtime import ObservingEngine, let_go, step_ended
 from lightning_memopt.runtime.engine.surplus import Bound
@@ -35,7 +42,17 @@ from lightning_memopt.torch_private import (
     local_tensor,
     sharded_parameters,
 )
-from lightning_memopt.trace import AllocatorEvents, InPlace, Ledger, Rest, Scopes, Tracer, adopt_all, metered_cpu
+from lightning_memopt.trace import (
+    AllocatorEvents,
+    InPlace,
+    Ledger,
+    Rest,
+    Scopes,
+    Tracer,
+    adopt_all,
+    metered_cpu,
+    unrecorded_op,
+)
 
 _FIELDS = [field.name for field in dataclasses.fields(Op)]
 _values_of = attrgetter(*_FIELDS)
@@ -57,7 +74,7 @@ class Observation:
     fixed: ids of the forward ops that no rebuild may run, because their inputs are updated early.
     opaque_ops: names of ops that gave other bits when they ran again. This step adds those that it sees.
     recompute: ops may run again. Otherwise nothing is evicted or verified, and no op of the graph is recomputable.
-    one_of_many: the observed forward is one of many before one backward; none has early updates.
+    one_of_many: the observed forward is one of many whose graphs are held; none has early updates.
     finals: where gradients became final; tensors are storage versions of the tape.
     copies: the points at which DistributedDataParallel copied reduced gradients back.
     events: the allocator's events in this round; None where it is not metered.
@@ -94,6 +111,7 @@ class Observation:
         self._engines: list[weakref.ref[ObservingEngine]] = []
         self._round: tuple[Tracer, ObservingEngine, Recorder] | None = None
         self._aside: Recorder | None = None
+        self._goes_on = self._backward_begun = False  # kinds of backwards that were seen to begin after the forward
         self._ungraded: list[tuple[nn.Parameter, int]] = []
         self._counter = counter_of(device)
         self._contexts = contextlib.ExitStack()
@@ -151,6 +169,8 @@ class Observation:
                 tracer.marks = self.events.mark
         self._contexts = contextlib.ExitStack()
         self._contexts.callback(in_place.close)
+        self._goes_on = self._backward_begun = False
+        self._contexts.enter_context(before_backwards(self._backward_begins))
         self._contexts.enter_context(self.scopes.tracking(lambda: None if tracer.forward_over else len(tracer.ops)))
         sizes, resized = watching_sizes(recorder.resizing, recorder.resized)
         self._contexts.enter_context(sizes.listening(resized))
@@ -166,6 +186,26 @@ class Observation:
         levels, told = around_dual_levels(self._level_begins, self._level_ends)
         self._contexts.enter_context(levels.listening(told))
         return Recording(engine, recorder, own_mode=False)
+
+    def goes_on(self) -> Recording | None:
+        """The model is called again. Returns the contexts to enter around the call, where it is a part of the observed forward:
+        autograd holds what that saved, and no backward has run since. None: the call begins a forward.
+        """
+        if self._round is None or self._backward_begun or self._round[0].phase == "update" or not self.is_held:
+            return None
+        tracer, engine, recorder = self._round
+        tracer.forward_goes_on()
+        with unrecorded_op(tracer, CALL):
+            made = recorder.goes_on(engine.written_over)
+        engine.written_over.clear()
+        tracer.call_begins(made)
+        return Recording(engine, recorder, own_mode=False)
+
+    @uncompiled
+    def _backward_begins(self, goes_on: bool) -> None:
+        """A backward is about to run, of this model or of another one. `goes_on`: it is part of the forward."""
+        if self._round is not None and self._round[0].forward_over:
+            self._goes_on, self._backward_begun = goes_on, self._backward_begun or not goes_on
 
     def _level_begins(self) -> None:
         """A level of forward-mode AD begins: its ops run unobserved (record/levels.py)."""
@@ -183,7 +223,7 @@ class Observation:
         """Whether a backward of the last forward was seen, and none raised: a plan of its part would let go of what the
         rest asks for. Any backward counts where that forward saved nothing.
         """
-        if self._round is None or self._round[0].backwards.failed:
+        if self._round is None or self._round[0].backwards.failed or (self._goes_on and not self._backward_begun):
             return False
         tracer, engine, _ = self._round
         return tracer.asked or (tracer.backward_ran and not engine.packs)

@@ -82,11 +82,11 @@ class ObservedStep:
         return self.now
 
     def passes_over(self, silence: Silence) -> bool:
-        """Whether the call of the model that begins is not observed; `silence` is told why. Counts it."""
+        """Whether the forward that begins is not observed; `silence` is told why. Counts it."""
         looks = self.effort.looks_at(piles=self.now is not None and self.now.is_held)
         if self.now is not None:
             if not looks:
-                self.now.abandon()  # a later call of this step may be observed
+                self.now.abandon()  # a later forward of this step may be observed
             return not looks
         if observing():  # a step of another model (a GAN's generator and discriminator): this one must wait
             silence.forward(False, BLOCKED)
@@ -98,7 +98,7 @@ class ObservedStep:
 
     def overtaken(self) -> None:
         """A forward of another signature begins before the observed one has had a backward."""
-        self.effort.calls += self.now is not None and self.now.is_held
+        self.effort.pile += self.now is not None and self.now.is_held
         self.abandon()
 
     def trains(self) -> None:

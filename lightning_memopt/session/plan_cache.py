@@ -128,6 +128,21 @@ class PlanCache(dict[Signature, State]):
             self.solves.ended(signature, len(graph.ops), times.current.now() - began)
         return after
 
+    def turned_out(self, state: Observing | Running, signature: Signature) -> bool:
+        """The forward of a state that is observed, or has a plan that the user gave, was of this signature: more calls may have
+        followed the first one than expected, or fewer. Returns whether its graph is one of this state, which has the signature
+        from now on; else the next such forward is observed.
+        """
+        expected = self._of(state)
+        if not expected or signature in (expected, ()):
+            return True
+        if not (isinstance(state, Observing) and state.graphs) and signature not in self:
+            self[signature] = self.pop(expected)
+            return True
+        if signature not in self:
+            self[signature] = self._begins(signature, 1)
+        return False
+
     def waited(self, state: Waiting, graph: Graph) -> None:
         """A step of a signature that waits was recorded."""
         self.solves.recorded(self._of(state), len(graph.ops))

@@ -183,10 +183,12 @@ class Recording:
 
     def thread_ended(self) -> None:
         """Leave what is left of the contexts where the thread of the forward has ended: hooks and modes ended with it."""
-        recorder = self.recorder
-        calls: Calls = [recorder.forget] if self._own_mode else []
-        calls += [partial(setattr, recorder, "capturing", False), self.engine.end_forward]  # the engine outlives the recorder
-        undo([*calls, self._pack.free, partial(undo, self._watching)])
+        stop = partial(setattr, self.recorder, "capturing", False)
+        # the engine outlives the recorder
+        undo([self._forget, stop, self.engine.end_forward, self._pack.free, partial(undo, self._watching)])
+
+    def _forget(self) -> None:
+        """The recorder is no longer told of ops: an observed step goes on with it."""
 
 
 class PlannedRecording(Recording):
@@ -212,6 +214,10 @@ class PlannedRecording(Recording):
 
     def saves_any(self, ids: range) -> bool:
         return True  # not known: versions have the ids of the plan's tensors
+
+    def _forget(self) -> None:
+        if self.engine.between is None:
+            self.recorder.forget()
 
     def _watch(self) -> None:
         if self._spans:

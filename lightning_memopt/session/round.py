@@ -221,8 +221,8 @@ class Rounds:
         return True
 
     @uncompiled
-    def _backward_begins(self) -> None:
-        if not self.inside and self._thread == threading.get_ident():
+    def _backward_begins(self, goes_on: bool) -> None:
+        if not goes_on and not self.inside and self._thread == threading.get_ident():
             self._shut()
 
     def _open(self, beneath: bool = False) -> None:

@@ -8,10 +8,11 @@ around every optimizer's update. A step ends when all optimizers of this model h
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from lightning_memopt.plan import Plan, names_of
 from lightning_memopt.ranks import rebuild_buckets
 from lightning_memopt.runtime import Engine, PlannedEngine
 from lightning_memopt.runtime.early_updates import Reason, count_versions
+from lightning_memopt.runtime.engine.cursor import Cursor
 from lightning_memopt.session.agreement import Agreement
 from lightning_memopt.session.attachment import Attachment
 from lightning_memopt.session.budget import Neighbours, budget_on, device_of
@@ -46,6 +48,7 @@ from lightning_memopt.session.recording import PlannedRecording, Recording
 from lightning_memopt.session.refusals import refuse_hopeless, refuse_sharded
 from lightning_memopt.session.resident import resident_tensors
 from lightning_memopt.session.round import Rounds
+from lightning_memopt.session.sequence import Sequence
 from lightning_memopt.session.shapes import Entry, Signature, signature_of
 from lightning_memopt.session.silence import WAITS, Silence, gradients_are_recorded, trains
 from lightning_memopt.session.states import Running, State
@@ -54,6 +57,12 @@ from lightning_memopt.session.step import Step
 from lightning_memopt.torch_private import Parameters
 from lightning_memopt.trace import backward_runs
 from lightning_memopt.versions import supported
+
+
+class Begun(NamedTuple):
+    """A call of the model that begins. recording: its contexts; None where nothing is recorded."""
+
+    recording: Recording | None
 
 
 class Session:
@@ -75,6 +84,9 @@ class Session:
         self.budget_nbytes = budget_on(self.device, config) if self.enabled else None
         self.rounds, self._plan_cache, self.history = Rounds(), PlanCache(config), History(config.report is not None)
         self._current: State | None = None
+        self._sequence = Sequence()
+        self._engine: Callable[[], PlannedEngine | None] | None = None  # of the present forward, and how far it has come:
+        self._cursor: Cursor | None = None
         self.given = read_given(self.device, self.budget_nbytes, config) if self.enabled else None
         self._observed_step = ObservedStep(model, self.optimizers, config, Effort(bounded=self._agreement.alone))
         self._metering, self._step, self._slowed = Metering(), Step(), False  # slowed: observed, or measured by a profiler
@@ -117,6 +129,7 @@ class Session:
         except BaseException:
             self._observed_step.abandon(self.silence)
             self._step.interrupted()
+            self._sequence.given_up()
             self._metering.close()  # an open meter keeps others from measuring until a step ends
             raise
 
@@ -204,6 +217,8 @@ class Session:
         """The step is over. May solve a plan and put it in force."""
         self.rounds.step_ended()
         self._ends.clear()
+        self._sequence.step_ended()
+        self._engine = None
         step, self._step = self._step, Step()
         if self._early is not None:
             self._early.step_ended()
@@ -216,6 +231,8 @@ class Session:
         if isinstance(before := self._current, Observing | Waiting):
             with self._agreement.planning():
                 self._end_observed(before)
+        if self._is_given(before):
+            self._plan_cache.turned_out(before, self._sequence.last)
         largest = step.largest
         for state in step.plans:
             after = state.step_ended(self.say, peak_nbytes)
@@ -225,11 +242,11 @@ class Session:
                 else:
                     state.was_metered()
             self._become(state, after)
-        calls = self._observed_step.effort.step_ended()
-        if calls:
+        forwards = self._observed_step.effort.step_ended()
+        if forwards:
             self.say(
-                f"MemOpt: the model is called {calls} times before one backward: the plan is made for the last call, and takes "
-                "the bytes of the others as they are. Call it once, on all inputs, for a smaller one"
+                f"MemOpt: backwards run between {forwards} forwards of a step whose graphs are all held: the plan is made for the "
+                "last forward, and takes the bytes of the others as they are"
             )
         self._plan_cache.step_ended(before, bool(step.plans), peak_nbytes, self.budget_nbytes)
         self.silence.step_ended()
@@ -332,9 +349,13 @@ class Session:
             self._early.forward_begins()
         trained = self._parameters.trained()
         self._same_device()
+        call = signature_of(part, trained, batch)
+        if not part and (begun := self._goes_on(call)) is not None:
+            self._sequence.goes_on(call)
+            return begun.recording
         with self._agreement.first_forward():
-            state = self._state_of(signature := signature_of(part, trained, batch), batch)
-        before = self._current
+            state = self._state_of(signature := self._sequence.begins(call, self._had_backward), batch)
+        before, self._engine, self._cursor = self._current, None, None
         if state is not before and self._observed_step.now is not None:
             if isinstance(before, Observing | Waiting) and self._observed_step.has_backward:
                 self._end_observed(before)  # the step goes on with another signature
@@ -377,12 +398,41 @@ class Session:
             return PlannedRecording(engine, self.model)
         return None
 
+    def _goes_on(self, call: Signature) -> Begun | None:
+        """Whether this call of the model is a part of the present forward, and how it is recorded."""
+        if isinstance(self._current, Observing | Waiting):
+            observation = self._observed_step.now
+            recording = None if observation is None else observation.goes_on()
+            return None if recording is None else Begun(recording)
+        if not (self._sequence.expects(call) or self._is_given(self._current)):
+            return None
+        if self._engine is None:
+            return Begun(None)
+        engine = self._engine()
+        return Begun(PlannedRecording(engine, self.model)) if engine is not None and engine.next_call() else None
+
+    @staticmethod
+    def _is_given(state: State | None) -> bool:
+        """Whether the user gave the plan of this state: which calls it is for is known by their ops alone."""
+        return isinstance(state, Running) and state.frontier is None and state.lender is None
+
+    @property
+    def _had_backward(self) -> bool:
+        """Whether the present forward has had a backward, or may have had one that nobody saw."""
+        if isinstance(self._current, Observing | Waiting):
+            return self._observed_step.now is None or self._observed_step.has_backward
+        return self._cursor is None or self._cursor.asked
+
     def _round_ended(self, engine: Engine) -> None:
         if self._observed_step.now is not None:
             self._observed_step.now.forward_ended()
         if isinstance(engine, PlannedEngine) and isinstance(self._current, Running):
             self._step.deviates = self._step.deviates or not engine.cursor.deviation.aside
-            self._current.compare(engine, self.config.plan)
+            # an engine without handles holds nothing; of the others, it is autograd that says how long they live
+            self._engine = weakref.ref(engine) if engine.turns.packed else lambda: engine
+            self._cursor = engine.cursor if engine.turns.packed else None
+            if engine.is_whole:
+                self._current.compare(engine, self.config.plan)
 
     def _state_of(self, signature: Signature, batch: Any) -> State:
         self._compiled.runs(signature)
@@ -404,6 +454,8 @@ class Session:
             return
         if isinstance(state, Waiting):
             self._plan_cache.waited(state, graph)
+            return
+        if not self._plan_cache.turned_out(state, self._sequence.last):
             return
         self.silence.heard()
         if state.for_early:

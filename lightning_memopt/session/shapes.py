@@ -91,7 +91,7 @@ def times_larger(lender: Signature, signature: Signature) -> float:
     if not alike(lender, signature):
         return math.inf
     groups = zip(lender[2:], signature[2:], strict=True)
-    ratios = (_times([shape for shape, *_ in a], [shape for shape, *_ in b]) for a, b in groups)
+    ratios = (_times([shape for shape, *_ in a], [shape for shape, *_ in b]) for a, b in groups if a)
     return max(_ratio(elements(lender), elements(signature)), *ratios)
 
 

@@ -10,7 +10,7 @@ from lightning_memopt.trace.resident import adopt_all
 from lightning_memopt.trace.rest import Rest
 from lightning_memopt.trace.scopes import Scopes
 from lightning_memopt.trace.tracer import Tracer
-from lightning_memopt.trace.unrecorded import generated_code
+from lightning_memopt.trace.unrecorded import generated_code, unrecorded_op
 
 __all__ = [
     "AllocatorEvents",
@@ -25,5 +25,6 @@ __all__ = [
     "counting_all",
     "generated_code",
     "metered_cpu",
+    "unrecorded_op",
     "adopt_all",
 ]

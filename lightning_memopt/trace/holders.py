@@ -48,6 +48,12 @@ class Holders:
             if self._alone.pop(id, None) is None:
                 self._together.pop(id, None)
 
+    def handed_over(self, version: StorageVersion, storage: int) -> None:
+        """Another version on the storage comes in place of this one: what the engine holds of both counts."""
+        self.forget((version.id,))
+        if version.holding.value is None and storage not in self._all:
+            self._first.pop(storage, None)
+
     def released(self) -> list[int]:
         """Ids of the watched versions that only the engine holds; they are watched no longer."""
         native, ids = self._native, list[int]()

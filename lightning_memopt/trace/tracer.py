@@ -8,7 +8,7 @@ their use counts before every op (holders.py); this shows how long *user code* h
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from operator import attrgetter
@@ -107,6 +107,9 @@ class Tracer:
         self.uncounted_nbytes = 0
         self._uncounted: dict[int, int] = {}
         self._emptied: set[int] = set()
+        self._made_before: dict[int, StorageVersion] = {}
+        """Storage -> the version on it that was made before the present call of the model."""
+        self._call = self._backward_at = 0
         self._lingering = Lingering()
         self._older: frozenset[int] = frozenset()
 
@@ -203,6 +206,9 @@ class Tracer:
 
     def _meets(self, version: StorageVersion) -> None:
         """An op reads a storage that no recorded op made, and that was not adopted."""
+        if version.weak in self._made_before:
+            self._hands_over(self._made_before.pop(version.weak), version)
+            return
         ledger, storage = self.ledger, version.alive()
         kind: Kind = "input" if self.phase == "forward" else "temporary"
         if ledger is None or storage is None:
@@ -225,6 +231,29 @@ class Tracer:
         else:
             self.adopt(version, kind)
             ledger.identified(version.id, beyond_nbytes=ledger.open_nbytes)
+
+    def forward_goes_on(self) -> None:
+        """A backward that has begun, if any, is part of the forward: its gradients have a graph."""
+        for op in self.ops[self._backward_at :] if self.phase == "backward" else ():
+            op.phase = "forward"
+        self.phase, self.asked, self.backward_ran = "forward", False, False
+
+    def call_begins(self, made: Mapping[int, StorageVersion]) -> None:
+        """The last op stands for the begin of a call of the model. `made`: what was made before it, by storage."""
+        self.forward_over, self._call = False, len(self.ops) - 1
+        self._made_before = {weak: version for weak, version in made.items() if version.id in self.tensors}
+
+    def _hands_over(self, before: StorageVersion, version: StorageVersion) -> None:
+        """An op of this call is the first to read `version`: memory that was made before the call, as `before`."""
+        call, t = self.ops[self._call], self.tensors[before.id]
+        if t.freed_at is None:
+            t.freed_at = call.at - 1
+        self._holders.handed_over(before, t.storage)
+        call.outputs += (version.id,)
+        fields = t.name, t.nbytes, "input", t.storage, call.at, None, t.dtype, t.size, (), None
+        self.tensors[version.id] = self._tensor(*fields)
+        self._storages[t.storage] += (version.id,)
+        self._holders.born(version, t.storage, watched=True)
 
     def _writes_parameter(self, record: OpRecord, args: tuple, kwargs: dict) -> bool:
         """Whether an op overwrites memory of a parameter: an update without an optimizer (`p.data.add_`)."""
@@ -406,7 +435,7 @@ class Tracer:
 
     def backward_begins(self) -> None:
         if self.forward_over and self.phase == "forward":
-            self.phase = "backward"
+            self.phase, self._backward_at = "backward", len(self.ops)
 
     def released(self, save: int) -> None:
         seen = self.saves.get(save)

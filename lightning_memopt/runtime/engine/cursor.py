@@ -39,13 +39,14 @@ class Cursor:
     point: the point of the graph whose segment ran last, in backward.
     fence: after the forward op at this position, bytes of a parked tensor must have been dropped (parking.py).
     deviation: how the step deviates from the plan so far.
+    asked: autograd has asked for a save: a backward has begun.
     """
 
-    __slots__ = ("deviation", "fence", "furthest", "lost", "point", "position")
+    __slots__ = ("asked", "deviation", "fence", "furthest", "lost", "point", "position")
 
     def __init__(self) -> None:
         self.position = self.furthest = 0
-        self.lost = False
+        self.lost = self.asked = False
         self.point = BEFORE
         self.fence = NEVER
         self.deviation = PlanDeviation()

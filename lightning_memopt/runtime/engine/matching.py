@@ -252,7 +252,7 @@ class Matcher(Recorder):
     def adopts(self, t: torch.Tensor, tensor: int) -> Version:
         """A tensor from outside is read where the plan has this tensor."""
         version = self.adopt(t)
-        self.placing.meet(version, tensor)
+        self.placing.meet(version, tensor, t)
         return version
 
     @uncompiled

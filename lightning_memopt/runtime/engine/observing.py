@@ -16,7 +16,7 @@ import torch
 
 from lightning_memopt.errors import ModifiedError, UnsupportedError
 from lightning_memopt.native.engine import loaded
-from lightning_memopt.record import Call, OpRecord, Origin, StorageVersion
+from lightning_memopt.record import Call, OpRecord, Origin, StorageVersion, storage_id
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of
 from lightning_memopt.runtime.engine.base import Engine
@@ -109,6 +109,7 @@ class ObservingEngine(Engine):
     packs: whether autograd has saved a tensor.
     clock: number of ops so far.
     needed: after the step, ids of the versions from which those must be rebuilt that autograd still holds; None before.
+    written_over: storages of starts that were written over after the forward, or between two calls of it.
     rebuilt: versions that rebuilds made, by id; those that were dropped meanwhile leave when bytes are counted.
     on_rebuilt: called with each version that was rebuilt.
     units: the units of a sharded model; None for other models.
@@ -143,6 +144,7 @@ class ObservingEngine(Engine):
         self.packs = False
         self.clock = 0
         self.needed: set[int] | None = None
+        self.written_over: set[int] = set()
         self.rebuilt: dict[int, Version] = {}
         self.on_rebuilt: Callable[[Version], None] = lambda _: None
         self.units: Units | None = None
@@ -295,7 +297,12 @@ class ObservingEngine(Engine):
             self.keep_to_bound()
 
     def writes(self, t: torch.Tensor) -> None:
-        """The memory of `t` is about to change, and the forward is over: copy the versions from which rebuilds start."""
+        """The memory of `t` is about to change, after the forward or between two calls of it: copy the versions from which
+        rebuilds start.
+        """
+        recorder = self.recorder
+        if recorder is not None and self.starts.has(recorder.of_storage.get(storage_id(t))):
+            return  # a further call of the forward runs, and its recorder knows what it writes over
         with self.lock:
             for version in self.starts.taken(t):
                 if rebuildable(version):
@@ -303,6 +310,7 @@ class ObservingEngine(Engine):
                 elif version.holding.value is not None:
                     self.holdings.copy(version)
                     self.rebuilt[version.id] = version
+                    self.written_over.add(version.weak)
                 if version.holding.handles > 0 and version.next is None:
                     self._reads_later(version, t)
 

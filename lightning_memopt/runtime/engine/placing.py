@@ -67,6 +67,8 @@ class Placing:
             for version, tensor in zip(record.reads, program.inputs[place.position], strict=True):
                 if self._may_be(version, tensor):
                     self._is(version, tensor)
+                    if tensor in program.handed_over:
+                        self.holdings.hold(version, self._argument(version, given))
             for version, tensor in place.others:
                 self._read_instead(version, tensor, place.position, given)
             if place.others and self.holdings.can_run(record.call, record.reads):
@@ -191,11 +193,13 @@ class Placing:
         pairs = zip(reads, inputs, strict=True)
         return all(versions.get(tensor) is version or self._may_be(version, tensor) for version, tensor in pairs)
 
-    def meet(self, version: Version, tensor: int) -> None:
-        """A tensor that was made before the forward is read where the plan reads `tensor`."""
+    def meet(self, version: Version, tensor: int, t: torch.Tensor) -> None:
+        """A tensor `t` that was made before the forward is read where the plan reads `tensor`."""
         if self._may_be(version, tensor):
             self._is(version, tensor)
-            if version.id not in self.holdings.guard.needed:
+            if tensor in self.program.handed_over:
+                self.holdings.hold(version, t)
+            elif version.id not in self.holdings.guard.needed:
                 self._learned.familiar[tensor] = version.nbytes, version.device
 
     def _may_be(self, version: Version, tensor: int) -> bool:
@@ -211,5 +215,6 @@ class Placing:
         """
         version.holding.tensor = tensor
         self.versions[tensor] = version
-        if tensor in self.program.starts and self.program.graph.tensors[tensor].born_at != BEFORE:
+        born = self.program.graph.tensors[tensor].born_at
+        if tensor in self.program.starts and born != BEFORE and tensor not in self.program.handed_over:
             self.holdings.guard.keep({version.id}, self.program.wanted_until(tensor))

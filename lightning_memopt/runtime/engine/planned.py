@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable
 
 import torch
@@ -47,6 +48,8 @@ class PlannedEngine(Engine):
     holdings: decides what is held.
     turns: which of the plan's events have come in backward.
     packing: what the native hook packs with; None where Python packs all tensors.
+    calls: how many calls of the model have followed the first one.
+    between: the recorder, between two calls of the plan; else None.
     """
 
     holdings: PlannedHoldings
@@ -74,6 +77,8 @@ class PlannedEngine(Engine):
         self._due: list[int] = []
         """Tensors that the plan frees at events that were passed over, and that cannot be rebuilt."""
         self.packing: object = None
+        self.calls = 0
+        self.between: Matcher | None = None
         self._native = loaded()
 
     @property
@@ -92,11 +97,36 @@ class PlannedEngine(Engine):
     # -- in forward --------------------------------------------------------------------------------
 
     def make_recorder(self) -> Matcher:
-        return Matcher(self, self.tape, self.holdings, self.learned, self.unproven)
+        recorder, self.between = self.between, None
+        # weak: between two calls, this engine lives as long as autograd's handles, and holds the recorder
+        return recorder or Matcher(weakref.proxy(self), self.tape, self.holdings, self.learned, self.unproven)
+
+    def next_call(self) -> bool:
+        """A call of the model begins. Returns whether it is the plan's next one: none of its backward has come yet."""
+        turns, cursor = self.turns, self.cursor
+        if self.between is None or cursor.deviation.out_of_order:
+            return False
+        position = self.program.calls[self.calls]
+        if turns.next and turns.point > self.program.graph.forward[position].at:
+            return False
+        self.calls += 1
+        cursor.skip_to(position + 1)
+        cursor.lost = False
+        known = (self.tape.versions.get(self.program.graph.tensors[t].storage) for t in self.program.outputs[position])
+        self.between.goes_on({version.weak for version in known if version is not None})
+        self._backward = None
+        return True
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the plan has no further call of the model."""
+        return self.calls == len(self.program.calls)
 
     def end_forward(self) -> None:
+        if isinstance(self.recorder, Matcher) and not self.is_whole:
+            self.between = self.recorder
         if self.recorder is not None and self.cursor.fence < NEVER:
-            self.parking.pass_fences(over=True)
+            self.parking.pass_fences(over=self.is_whole)
         self.packing = None
         super().end_forward()
         native = self._native
@@ -176,6 +206,7 @@ class PlannedEngine(Engine):
     # -- in backward -------------------------------------------------------------------------------
 
     def request(self, handle: Handle) -> torch.Tensor:
+        self.cursor.asked = True
         with self.lock:
             if self._backward is not None:
                 raise_deferred()

@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 
 from lightning_memopt.device.kinds import kind_of
-from lightning_memopt.graph import BEFORE, Graph, around, resident_nbytes
+from lightning_memopt.graph import BEFORE, CALL, Graph, around, resident_nbytes
 from lightning_memopt.plan import Life, Schedule, Segment, lower
 from lightning_memopt.plan.forms import EXACT, codec_of
 from lightning_memopt.record import is_norm
@@ -69,6 +69,16 @@ class Program:
     def names(self) -> list[str]:
         """Names of the forward's ops, by position."""
         return [op.name for op in self.graph.forward]
+
+    @cached_property
+    def calls(self) -> list[int]:
+        """The positions at which calls of the model begin, but for the first call."""
+        return [j for j, name in enumerate(self.names) if name == CALL]
+
+    @cached_property
+    def handed_over(self) -> frozenset[int]:
+        """Tensors that the plan holds and that were made between two calls, or by an earlier one than the call that reads them."""
+        return self.holds.intersection(t for j in self.calls for t in self.outputs[j])
 
     @cached_property
     def places(self) -> dict[str, list[int]]:

@@ -32,12 +32,16 @@ class Starts:
         self._saved_nbytes = 0  # when the forward ended
         self._made_from: tuple[int, dict[int, list[int]]] = 0, {}
         """Of so many saved versions and all before them: id -> the versions that a rebuild from it makes."""
-        self._readers: dict[int, set[int]] | None = None
+        self._readers: tuple[int, dict[int, set[int]]] = 0, {}
+        """Of so many versions on the tape: id -> the ops that read it."""
         self.lost: set[int] = set() if lost is None else lost
 
     def note(self) -> None:
-        """The forward is over: later writes are not part of it. From now on no call is recorded, and no handle is made."""
-        self._readers = self._read_by()
+        """The forward is over, or a call of it: later writes are not part of it. From now on, until another call of the model
+        goes on with it, no op is recorded, and no handle is made.
+        """
+        self._on.clear()
+        self._made_from = 0, {}
         self._saved = [version for version in self._tape.versions.values() if version.holding.handles > 0]
         self._saved_nbytes = _nbytes_of(self._saved)
         for version in self._tape.versions.values():
@@ -46,6 +50,10 @@ class Starts:
                 self._on.setdefault(storage_id(holding.value), []).append(version)
             elif holding.handles > 0 and not version.stale:
                 self._on.setdefault(version.weak, []).append(version)  # evicted; the user may still hold its memory
+
+    def has(self, version: Version | None) -> bool:
+        """Whether a version is one of these."""
+        return version is not None and any(version is v for v in self._on.get(version.weak, ()))
 
     def taken(self, t: torch.Tensor) -> Iterator[Version]:
         """The versions on the memory of `t`, which is about to be written, whose bytes backward may still need. Each is yielded
@@ -72,7 +80,9 @@ class Starts:
 
     def lose(self, version: Version) -> None:
         """The bytes of the version will not be there when a planned step would rebuild from them."""
-        readers = self._read_by() if self._readers is None else self._readers
+        count, readers = self._readers
+        if count != len(self._tape.versions):
+            count, readers = self._readers = len(self._tape.versions), self._read_by()
         self._lose(version, readers.get(version.id, set()))
 
     def _lose(self, version: Version, ops: set[int]) -> None:

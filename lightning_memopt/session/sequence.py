@@ -1,0 +1,95 @@
+"""The calls of the model in one forward: all of a step up to a backward. Together they have one graph, one plan, one signature.
+
+How many calls follow is not known when the first one begins. So a forward is expected to be like those of the last steps, and
+gets their plan. Calls that come in addition begin forwards of their own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from lightning_memopt.session.shapes import Signature, alike
+
+_LAST = 16
+"""A forward is expected to have the calls of the longest of so many: under a plan for more calls, a shorter one takes less."""
+_REMEMBERED = 64
+"""Maximum number of first calls of which is remembered what followed."""
+_NEXT = ()
+"""Stands between the groups of two calls in the signature of a sequence; no group of tensors is empty."""
+
+_Place = tuple[int, Signature]
+"""(how many forwards of the step came before, the first call)."""
+
+
+def _followed_by(calls: Signature, call: Signature) -> Signature:
+    return (*calls, _NEXT, *call[2:])
+
+
+class Sequence:
+    """The present forward, and what followed its first call in earlier ones.
+
+    now: the signature of its calls so far; () where none has begun.
+    last: the signature of all calls of the forward before.
+    """
+
+    def __init__(self) -> None:
+        self.now: Signature = ()
+        self.last: Signature = ()
+        self._first: Signature = ()
+        self._expected: Signature = ()
+        self._before = 0  # forwards of this step
+        self._seen: dict[_Place, deque[Signature]] = {}
+
+    def begins(self, call: Signature, after_backward: bool) -> Signature:
+        """A forward begins with this call. Returns the signature of the calls that it is expected to have. `after_backward`: the
+        one before it had a backward; else autograd has let go of it (a move of an agent), and it counts for nothing.
+        """
+        if not after_backward:
+            self.given_up()
+        self.ended()
+        self.now = self._first = call
+        self._expected = self._expectation()
+        return self._expected
+
+    def expects(self, call: Signature) -> bool:
+        """Whether this call is expected to come next in the present forward."""
+        longer = _followed_by(self.now, call)
+        return bool(self.now) and self._expected[: len(longer)] == longer and self._expected[len(longer) :][:1] in ((), (_NEXT,))
+
+    def goes_on(self, call: Signature) -> None:
+        """This call is the next one of the present forward."""
+        self.now = _followed_by(self.now, call)
+
+    def ended(self) -> None:
+        """The forward is over, if there is one."""
+        first, self.last = self._first, self.now
+        if not self.now:
+            return
+        place = self._before, first
+        if self.now != first or any(call == first for _, call in self._seen):
+            self._seen[place] = seen = self._seen.pop(place, deque(maxlen=_LAST))
+            seen.append(self.now)
+            if len(self._seen) > _REMEMBERED:
+                del self._seen[next(iter(self._seen))]
+        self._before += 1
+        self.now = ()
+
+    def given_up(self) -> None:
+        """The forward comes to nothing: a call of it raised."""
+        self.now = ()
+
+    def step_ended(self) -> None:
+        """The step is over, and with it a forward."""
+        self.ended()
+        self._before = 0
+
+    def _expectation(self) -> Signature:
+        call = self._first
+        for before in range(self._before, -1, -1):
+            if (seen := self._seen.get((before, call))) is not None:
+                return max(seen, key=len)
+        for (_, first), seen in reversed(self._seen.items()):  # a batch of another size: alike calls may follow
+            times = seen[-1].count(_NEXT)
+            if alike(first, call) and seen[-1] == first + times * (_NEXT, *first[2:]):
+                return call + times * (_NEXT, *call[2:])
+        return call
