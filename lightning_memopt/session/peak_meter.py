@@ -166,6 +166,11 @@ class Metering:
         self.close()
         self.between.begins(device)
 
+    def begins_later(self) -> None:
+        """The step has not begun yet: autograd has let go of its only forward so far. That counts as between two steps."""
+        if self._meter is not None and self._meter.base_nbytes is not None and (measured := self.close()) is not None:
+            self.between.read(measured.peak_nbytes)
+
     def spoil(self) -> None:
         """What the step takes is not only its own."""
         if not self.profiling:

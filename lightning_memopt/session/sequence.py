@@ -40,11 +40,16 @@ class Sequence:
         self._before = 0  # forwards of this step
         self._seen: dict[_Place, deque[Signature]] = {}
 
-    def begins(self, call: Signature, after_backward: bool) -> Signature:
-        """A forward begins with this call. Returns the signature of the calls that it is expected to have. `after_backward`: the
-        one before it had a backward; else autograd has let go of it (a move of an agent), and it counts for nothing.
+    @property
+    def is_first(self) -> bool:
+        """Whether the present forward is the first one of its step."""
+        return bool(self.now) and not self._before
+
+    def begins(self, call: Signature, let_go: bool) -> Signature:
+        """A forward begins with this call. Returns the signature of the calls that it is expected to have. `let_go`: autograd
+        has let go of the one before it, which had no backward (a move of an agent), and counts for nothing.
         """
-        if not after_backward:
+        if let_go:
             self.given_up()
         self.ended()
         self.now = self._first = call

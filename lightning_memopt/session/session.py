@@ -353,8 +353,11 @@ class Session:
         if not part and (begun := self._goes_on(call)) is not None:
             self._sequence.goes_on(call)
             return begun.recording
+        let_go = not self._had_backward
+        if let_go and self._sequence.is_first:
+            self._metering.begins_later()
         with self._agreement.first_forward():
-            state = self._state_of(signature := self._sequence.begins(call, self._had_backward), batch)
+            state = self._state_of(signature := self._sequence.begins(call, let_go), batch)
         before, self._engine, self._cursor = self._current, None, None
         if state is not before and self._observed_step.now is not None:
             if isinstance(before, Observing | Waiting) and self._observed_step.has_backward:
@@ -404,7 +407,7 @@ class Session:
             observation = self._observed_step.now
             recording = None if observation is None else observation.goes_on()
             return None if recording is None else Begun(recording)
-        if not (self._sequence.expects(call) or self._is_given(self._current)):
+        if not (self._sequence.expects(call) or (self._sequence.now and self._is_given(self._current))):
             return None
         if self._engine is None:
             return Begun(None)
