@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from operator import attrgetter
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -194,6 +195,8 @@ class Observation:
         if self._round is None or self._backward_begun or self._round[0].phase == "update" or not self.is_held:
             return None
         tracer, engine, recorder = self._round
+        if recorder.thread != get_ident():
+            return None
         tracer.forward_goes_on()
         with unrecorded_op(tracer, CALL):
             made = recorder.goes_on(engine.written_over)

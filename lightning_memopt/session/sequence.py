@@ -1,7 +1,7 @@
 """The calls of the model in one forward: all of a step up to a backward. Together they have one graph, one plan, one signature.
 
 How many calls follow is not known when the first one begins. So a forward is expected to be like those of the last steps, and
-gets their plan. Calls that come in addition begin forwards of their own.
+gets their plan. A call that comes in addition runs under a plan as if it began a forward; the next ones are expected to have it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _followed_by(calls: Signature, call: Signature) -> Signature:
 class Sequence:
     """The present forward, and what followed its first call in earlier ones.
 
-    now: the signature of its calls so far; () where none has begun.
+    now: the signature of its calls so far that run under one plan; () where none has begun.
     last: the signature of all calls of the forward before.
     """
 
@@ -36,6 +36,7 @@ class Sequence:
         self.now: Signature = ()
         self.last: Signature = ()
         self._first: Signature = ()
+        self._all: Signature = ()  # the calls of the present forward
         self._expected: Signature = ()
         self._before = 0  # forwards of this step
         self._seen: dict[_Place, deque[Signature]] = {}
@@ -45,15 +46,21 @@ class Sequence:
         """Whether the present forward is the first one of its step."""
         return bool(self.now) and not self._before
 
-    def begins(self, call: Signature, let_go: bool) -> Signature:
-        """A forward begins with this call. Returns the signature of the calls that it is expected to have. `let_go`: autograd
-        has let go of the one before it, which had no backward (a move of an agent), and counts for nothing.
+    def begins(self, call: Signature, let_go: bool = False, is_held: bool = False) -> Signature:
+        """A forward begins with this call. Returns the signature of the calls that it is expected to have.
+
+        let_go: autograd has let go of the one before it, which had no backward (a move of an agent), and counts for nothing.
+        is_held: it has not; this call follows those that were expected.
         """
         if let_go:
             self.given_up()
-        self.ended()
-        self.now = self._first = call
-        self._expected = self._expectation()
+        if is_held:
+            self._all = _followed_by(self._all, call)
+        else:
+            self.ended()
+            self._all = self._first = call
+        self.now = call
+        self._expected = self._expectation(call)
         return self._expected
 
     def expects(self, call: Signature) -> bool:
@@ -63,33 +70,32 @@ class Sequence:
 
     def goes_on(self, call: Signature) -> None:
         """This call is the next one of the present forward."""
-        self.now = _followed_by(self.now, call)
+        self.now, self._all = _followed_by(self.now, call), _followed_by(self._all, call)
 
     def ended(self) -> None:
         """The forward is over, if there is one."""
-        first, self.last = self._first, self.now
-        if not self.now:
+        first, self.last = self._first, self._all
+        if not self.last:
             return
         place = self._before, first
-        if self.now != first or any(call == first for _, call in self._seen):
+        if self.last != first or any(call == first for _, call in self._seen):
             self._seen[place] = seen = self._seen.pop(place, deque(maxlen=_LAST))
-            seen.append(self.now)
+            seen.append(self.last)
             if len(self._seen) > _REMEMBERED:
                 del self._seen[next(iter(self._seen))]
         self._before += 1
-        self.now = ()
+        self.now = self._all = ()
 
     def given_up(self) -> None:
         """The forward comes to nothing: a call of it raised."""
-        self.now = ()
+        self.now = self._all = ()
 
     def step_ended(self) -> None:
         """The step is over, and with it a forward."""
         self.ended()
         self._before = 0
 
-    def _expectation(self) -> Signature:
-        call = self._first
+    def _expectation(self, call: Signature) -> Signature:
         for before in range(self._before, -1, -1):
             if (seen := self._seen.get((before, call))) is not None:
                 return max(seen, key=len)

@@ -353,11 +353,13 @@ class Session:
         if not part and (begun := self._goes_on(call)) is not None:
             self._sequence.goes_on(call)
             return begun.recording
-        let_go = not self._had_backward
+        is_held = not part and self._is_held
+        let_go = not (is_held or self._had_backward)
         if let_go and self._sequence.is_first:
             self._metering.begins_later()
         with self._agreement.first_forward():
-            state = self._state_of(signature := self._sequence.begins(call, let_go), batch)
+            signature = self._sequence.begins(call, let_go, is_held)
+            state = self._state_of(signature, batch)
         before, self._engine, self._cursor = self._current, None, None
         if state is not before and self._observed_step.now is not None:
             if isinstance(before, Observing | Waiting) and self._observed_step.has_backward:
@@ -418,6 +420,11 @@ class Session:
     def _is_given(state: State | None) -> bool:
         """Whether the user gave the plan of this state: which calls it is for is known by their ops alone."""
         return isinstance(state, Running) and state.frontier is None and state.lender is None
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether autograd holds what the present forward saved under its plan, and it has had no backward."""
+        return self._cursor is not None and not self._cursor.asked and self._engine is not None and self._engine() is not None
 
     @property
     def _had_backward(self) -> bool:

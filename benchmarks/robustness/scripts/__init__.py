@@ -22,6 +22,7 @@ from benchmarks.robustness.scripts import (
     no_trainer,
     odd,
     recurrent,
+    sequences,
     teachers,
     trainers,
     varying,
@@ -33,7 +34,7 @@ __all__ = ["LOOPS", "Log", "Script", "Watch"]
 
 _FAMILIES = (
     vision, adversarial, recurrent, language, graphs, control, methods, functions, teachers, indexing, varying, inner, calls,
-    odd, trainers, frameworks, no_trainer,
+    sequences, odd, trainers, frameworks, no_trainer,
 )  # fmt: skip
 
 LOOPS: dict[str, Script] = {script.name: script for family in _FAMILIES for script in scripts(family)}

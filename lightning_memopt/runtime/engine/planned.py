@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable
+from threading import get_ident
 
 import torch
 
@@ -36,7 +37,8 @@ _EXTERNAL = Origin.EXTERNAL
 
 
 class PlannedEngine(Engine):
-    """One forward pass under a program, and its backward.
+    """One forward pass under a program, and its backward. Many methods: recorder, session, autograd's handles and the native
+    engine each ask it.
 
     learned: what the engine remembers of earlier forwards under the program.
     program: the plan, indexed.
@@ -104,7 +106,7 @@ class PlannedEngine(Engine):
     def next_call(self) -> bool:
         """A call of the model begins. Returns whether it is the plan's next one: none of its backward has come yet."""
         turns, cursor = self.turns, self.cursor
-        if self.between is None or cursor.deviation.out_of_order:
+        if self.between is None or self.between.thread != get_ident() or cursor.deviation.out_of_order:
             return False
         position = self.program.calls[self.calls]
         if turns.next and turns.point > self.program.graph.forward[position].at:
