@@ -219,9 +219,9 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "The model is spread over several devices, and a plan is made for one: that of its first parameter.",
         "Put the model on one device. Else its steps take on the other devices what they take without MemOpt.",
     ),
-    ("session/session.py", "MemOpt: the model is called"): (
-        "The loop calls the model several times before one backward; a plan is made for the last call.",
-        "Call the model once, on all inputs, where that is possible: a plan then lowers the memory of all of it.",
+    ("session/session.py", "MemOpt: backwards run between"): (
+        "The loop calls the model again while earlier graphs are held, and runs backwards in between (`retain_graph`, another model's).",
+        "Run the backwards after the last call, or let go of the graphs: a plan then serves all calls.",
     ),
     ("session/states.py", "MemOpt: the forward left the plan"): (
         "This forward runs other ops than the observed ones (a branch, another shape).",

@@ -74,8 +74,8 @@ class Recorder(Outside):
         self._beneath.clear()
 
     def goes_on(self, written_over: Collection[int] = ()) -> dict[int, StorageVersion]:
-        """Another call of the model begins in this forward. What ran since the last one is not on the tape, and may have written
-        to results of earlier calls unseen: all that was made comes from outside of the call. Returns it, by storage.
+        """Another call of the model begins in this forward. What ran since the last one is not on the tape, and may have
+        written to results of earlier calls unseen: all that was made comes from outside of the call. Returns it, by storage.
         `written_over`: storages that are no longer what earlier calls read.
         """
         versions = self.tape.versions

@@ -1,13 +1,18 @@
 """The calls of the model in one forward: all of a step up to a backward. Together they have one graph, one plan, one signature.
 
 How many calls follow is not known when the first one begins. So a forward is expected to be like those of the last steps, and
-gets their plan. A call that comes in addition runs under a plan as if it began a forward; the next ones are expected to have it.
+gets their plan. A call that comes in addition runs under a plan as if it began a forward; later forwards are expected to have
+it.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
+from collections.abc import Callable
 
+from lightning_memopt.runtime import PlannedEngine
+from lightning_memopt.runtime.engine.cursor import Cursor
 from lightning_memopt.session.shapes import Signature, alike
 
 _LAST = 16
@@ -30,6 +35,7 @@ class Sequence:
 
     now: the signature of its calls so far that run under one plan; () where none has begun.
     last: the signature of all calls of the forward before.
+    engine: gives the engine of the last call; None where that had none.
     """
 
     def __init__(self) -> None:
@@ -38,6 +44,8 @@ class Sequence:
         self._first: Signature = ()
         self._all: Signature = ()  # the calls of the present forward
         self._expected: Signature = ()
+        self.engine: Callable[[], PlannedEngine | None] | None = None
+        self._cursor: Cursor | None = None  # of an engine that autograd holds handles of
         self._before = 0  # forwards of this step
         self._seen: dict[_Place, deque[Signature]] = {}
 
@@ -46,13 +54,29 @@ class Sequence:
         """Whether the present forward is the first one of its step."""
         return bool(self.now) and not self._before
 
-    def begins(self, call: Signature, let_go: bool = False, is_held: bool = False) -> Signature:
-        """A forward begins with this call. Returns the signature of the calls that it is expected to have.
+    def ran(self, engine: PlannedEngine) -> None:
+        """A call ran under a plan. An engine without handles holds nothing; autograd says how long the others live."""
+        held = bool(engine.turns.packed)
+        self.engine = weakref.ref(engine) if held else lambda: engine
+        self._cursor = engine.cursor if held else None
 
-        let_go: autograd has let go of the one before it, which had no backward (a move of an agent), and counts for nothing.
-        is_held: it has not; this call follows those that were expected.
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the last call, under a plan, has surely had no backward."""
+        return self._cursor is not None and not self._cursor.asked
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether autograd holds what such a call has saved."""
+        return self.is_waiting and self.engine is not None and self.engine() is not None
+
+    def begins(self, call: Signature, no_backward: bool = False) -> Signature:
+        """A forward begins with this call. Returns the signature of the calls that it is expected to have. `no_backward`: the
+        one before it has had none. Where autograd has let go of that (a move of an agent), it counts for nothing; else this
+        call follows those that were expected.
         """
-        if let_go:
+        is_held, self.engine, self._cursor = self._is_held, None, None
+        if no_backward and not is_held:
             self.given_up()
         if is_held:
             self._all = _followed_by(self._all, call)
@@ -66,7 +90,8 @@ class Sequence:
     def expects(self, call: Signature) -> bool:
         """Whether this call is expected to come next in the present forward."""
         longer = _followed_by(self.now, call)
-        return bool(self.now) and self._expected[: len(longer)] == longer and self._expected[len(longer) :][:1] in ((), (_NEXT,))
+        ends = self._expected[len(longer) :][:1] in ((), (_NEXT,))
+        return bool(self.now) and ends and self._expected[: len(longer)] == longer
 
     def goes_on(self, call: Signature) -> None:
         """This call is the next one of the present forward."""
@@ -93,6 +118,7 @@ class Sequence:
     def step_ended(self) -> None:
         """The step is over, and with it a forward."""
         self.ended()
+        self.engine = self._cursor = None
         self._before = 0
 
     def _expectation(self, call: Signature) -> Signature:

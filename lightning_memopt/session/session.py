@@ -8,7 +8,6 @@ around every optimizer's update. A step ends when all optimizers of this model h
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -24,7 +23,6 @@ from lightning_memopt.plan import Plan, names_of
 from lightning_memopt.ranks import rebuild_buckets
 from lightning_memopt.runtime import Engine, PlannedEngine
 from lightning_memopt.runtime.early_updates import Reason, count_versions
-from lightning_memopt.runtime.engine.cursor import Cursor
 from lightning_memopt.session.agreement import Agreement
 from lightning_memopt.session.attachment import Attachment
 from lightning_memopt.session.budget import Neighbours, budget_on, device_of
@@ -85,8 +83,6 @@ class Session:
         self.rounds, self._plan_cache, self.history = Rounds(), PlanCache(config), History(config.report is not None)
         self._current: State | None = None
         self._sequence = Sequence()
-        self._engine: Callable[[], PlannedEngine | None] | None = None  # of the present forward, and how far it has come:
-        self._cursor: Cursor | None = None
         self.given = read_given(self.device, self.budget_nbytes, config) if self.enabled else None
         self._observed_step = ObservedStep(model, self.optimizers, config, Effort(bounded=self._agreement.alone))
         self._metering, self._step, self._slowed = Metering(), Step(), False  # slowed: observed, or measured by a profiler
@@ -218,7 +214,6 @@ class Session:
         self.rounds.step_ended()
         self._ends.clear()
         self._sequence.step_ended()
-        self._engine = None
         step, self._step = self._step, Step()
         if self._early is not None:
             self._early.step_ended()
@@ -231,7 +226,7 @@ class Session:
         if isinstance(before := self._current, Observing | Waiting):
             with self._agreement.planning():
                 self._end_observed(before)
-        if self._is_given(before):
+        if isinstance(before, Running) and before.is_given:
             self._plan_cache.turned_out(before, self._sequence.last)
         largest = step.largest
         for state in step.plans:
@@ -245,8 +240,8 @@ class Session:
         forwards = self._observed_step.effort.step_ended()
         if forwards:
             self.say(
-                f"MemOpt: backwards run between {forwards} forwards of a step whose graphs are all held: the plan is made for the "
-                "last forward, and takes the bytes of the others as they are"
+                f"MemOpt: backwards run between {forwards} forwards of a step whose graphs are all held: the plan is made for "
+                "the last forward, and takes the bytes of the others as they are"
             )
         self._plan_cache.step_ended(before, bool(step.plans), peak_nbytes, self.budget_nbytes)
         self.silence.step_ended()
@@ -353,14 +348,13 @@ class Session:
         if not part and (begun := self._goes_on(call)) is not None:
             self._sequence.goes_on(call)
             return begun.recording
-        is_held = not part and self._is_held
-        let_go = not (is_held or self._had_backward)
-        if let_go and self._sequence.is_first:
+        no_backward = self._had_no_backward
+        if no_backward and self._sequence.is_first:
             self._metering.begins_later()
         with self._agreement.first_forward():
-            signature = self._sequence.begins(call, let_go, is_held)
+            signature = self._sequence.begins(call, no_backward)
             state = self._state_of(signature, batch)
-        before, self._engine, self._cursor = self._current, None, None
+        before = self._current
         if state is not before and self._observed_step.now is not None:
             if isinstance(before, Observing | Waiting) and self._observed_step.has_backward:
                 self._end_observed(before)  # the step goes on with another signature
@@ -409,38 +403,27 @@ class Session:
             observation = self._observed_step.now
             recording = None if observation is None else observation.goes_on()
             return None if recording is None else Begun(recording)
-        if not (self._sequence.expects(call) or (self._sequence.now and self._is_given(self._current))):
+        is_given = isinstance(self._current, Running) and self._current.is_given  # only the ops say which calls its plan is for
+        if not (self._sequence.expects(call) or (self._sequence.now and is_given)):
             return None
-        if self._engine is None:
+        if self._sequence.engine is None:
             return Begun(None)
-        engine = self._engine()
+        engine = self._sequence.engine()
         return Begun(PlannedRecording(engine, self.model)) if engine is not None and engine.next_call() else None
 
-    @staticmethod
-    def _is_given(state: State | None) -> bool:
-        """Whether the user gave the plan of this state: which calls it is for is known by their ops alone."""
-        return isinstance(state, Running) and state.frontier is None and state.lender is None
-
     @property
-    def _is_held(self) -> bool:
-        """Whether autograd holds what the present forward saved under its plan, and it has had no backward."""
-        return self._cursor is not None and not self._cursor.asked and self._engine is not None and self._engine() is not None
-
-    @property
-    def _had_backward(self) -> bool:
-        """Whether the present forward has had a backward, or may have had one that nobody saw."""
+    def _had_no_backward(self) -> bool:
+        """Whether the present forward has surely had no backward."""
         if isinstance(self._current, Observing | Waiting):
-            return self._observed_step.now is None or self._observed_step.has_backward
-        return self._cursor is None or self._cursor.asked
+            return self._observed_step.now is not None and not self._observed_step.has_backward
+        return self._sequence.is_waiting
 
     def _round_ended(self, engine: Engine) -> None:
         if self._observed_step.now is not None:
             self._observed_step.now.forward_ended()
         if isinstance(engine, PlannedEngine) and isinstance(self._current, Running):
             self._step.deviates = self._step.deviates or not engine.cursor.deviation.aside
-            # an engine without handles holds nothing; of the others, it is autograd that says how long they live
-            self._engine = weakref.ref(engine) if engine.turns.packed else lambda: engine
-            self._cursor = engine.cursor if engine.turns.packed else None
+            self._sequence.ran(engine)
             if engine.is_whole:
                 self._current.compare(engine, self.config.plan)
 

@@ -162,9 +162,14 @@ class Running:
         return frozenset(op.id for op in self.program.graph.forward if not changed.isdisjoint(op.inputs))
 
     @property
+    def is_given(self) -> bool:
+        """Whether the user gave the plan."""
+        return self.frontier is None and self.lender is None
+
+    @property
     def unproven(self) -> bool:
         """Whether the user gave the plan, and no forward has matched it yet."""
-        return self.frontier is None and self.lender is None and not self.matched
+        return self.is_given and not self.matched
 
     @property
     def _trusted(self) -> bool:

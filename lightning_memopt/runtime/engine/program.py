@@ -77,7 +77,7 @@ class Program:
 
     @cached_property
     def handed_over(self) -> frozenset[int]:
-        """Tensors that the plan holds and that were made between two calls, or by an earlier one than the call that reads them."""
+        """Tensors that the plan holds and that were made before the call that reads them, by an earlier one or in between."""
         return self.holds.intersection(t for j in self.calls for t in self.outputs[j])
 
     @cached_property

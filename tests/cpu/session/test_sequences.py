@@ -253,9 +253,10 @@ def test_an_engine_ends_with_its_graph_between_two_calls() -> None:
         use = trained(time_steps, steps=3)
         use(model, optimizer)
         y = model(x())
-        assert run.session._engine is not None and run.session._engine() is not None
+        engine = run.session._sequence.engine
+        assert engine is not None and engine() is not None
         del y
-        assert run.session._engine() is None
+        assert engine() is None
 
 
 CALL, SMALL = (0, (True,), (((8, 3), "f", "cpu", False),)), (0, (True,), (((4, 3), "f", "cpu", False),))
@@ -271,7 +272,7 @@ def test_what_is_expected() -> None:
         sequence.step_ended()
         return sequence.last
 
-    assert step(CALL) == CALL and sequence.begins(CALL, let_go=True) == CALL
+    assert step(CALL) == CALL and sequence.begins(CALL, no_backward=True) == CALL
     sequence.given_up()
     two, three = step(CALL, SMALL), step(CALL, CALL, CALL)
     assert len({CALL, two, three}) == 3
