@@ -220,7 +220,7 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Put the model on one device. Else its steps take on the other devices what they take without MemOpt.",
     ),
     ("session/session.py", "MemOpt: backwards run between"): (
-        "The loop calls the model again while earlier graphs are held, and runs backwards in between (`retain_graph`, another model's).",
+        "The loop calls the model again while earlier graphs are held, and runs backwards between (of another model, say).",
         "Run the backwards after the last call, or let go of the graphs: a plan then serves all calls.",
     ),
     ("session/states.py", "MemOpt: the forward left the plan"): (

@@ -16,7 +16,7 @@ from lightning_memopt.plan import Plan
 from lightning_memopt.session import longer, times
 from lightning_memopt.session.failed import Failed
 from lightning_memopt.session.observing import Observing, Say, Waiting
-from lightning_memopt.session.shapes import Signature, alike, elements, times_larger
+from lightning_memopt.session.shapes import Signature, alike, elements, goes_on_as, times_larger
 from lightning_memopt.session.silence import WAITS
 from lightning_memopt.session.solves import Solves
 from lightning_memopt.session.states import Running, Solve, State, observed
@@ -130,13 +130,14 @@ class PlanCache(dict[Signature, State]):
 
     def turned_out(self, state: Observing | Running, signature: Signature) -> bool:
         """The forward of a state that is observed, or has a plan that the user gave, was of this signature: more calls may have
-        followed the first one than expected, or fewer. Returns whether its graph is one of this state, which has the signature
-        from now on; else the next such forward is observed.
+        followed the first one than expected, or fewer. Returns whether its graph is one of this state, whose plan is then for
+        the most calls; else the next such forward is observed.
         """
         expected = self._of(state)
-        if not expected or signature in (expected, ()):
+        known = isinstance(state, Running) or bool(state.graphs)  # else no forward with the expected calls was observed
+        if not expected or signature in ((), expected) or (known and goes_on_as(signature, expected)):
             return True
-        if not (isinstance(state, Observing) and state.graphs) and signature not in self:
+        if signature not in self and (not known or goes_on_as(expected, signature)):
             self[signature] = self.pop(expected)
             return True
         if signature not in self:

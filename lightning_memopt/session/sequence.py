@@ -13,21 +13,14 @@ from collections.abc import Callable
 
 from lightning_memopt.runtime import PlannedEngine
 from lightning_memopt.runtime.engine.cursor import Cursor
-from lightning_memopt.session.shapes import Signature, alike
+from lightning_memopt.session.shapes import NEXT, Signature, alike, followed_by, goes_on_as
 
 _LAST = 16
 """A forward is expected to have the calls of the longest of so many: under a plan for more calls, a shorter one takes less."""
 _REMEMBERED = 64
 """Maximum number of first calls of which is remembered what followed."""
-_NEXT = ()
-"""Stands between the groups of two calls in the signature of a sequence; no group of tensors is empty."""
-
 _Place = tuple[int, Signature]
 """(how many forwards of the step came before, the first call)."""
-
-
-def _followed_by(calls: Signature, call: Signature) -> Signature:
-    return (*calls, _NEXT, *call[2:])
 
 
 class Sequence:
@@ -79,7 +72,7 @@ class Sequence:
         if no_backward and not is_held:
             self.given_up()
         if is_held:
-            self._all = _followed_by(self._all, call)
+            self._all = followed_by(self._all, call)
         else:
             self.ended()
             self._all = self._first = call
@@ -89,13 +82,11 @@ class Sequence:
 
     def expects(self, call: Signature) -> bool:
         """Whether this call is expected to come next in the present forward."""
-        longer = _followed_by(self.now, call)
-        ends = self._expected[len(longer) :][:1] in ((), (_NEXT,))
-        return bool(self.now) and ends and self._expected[: len(longer)] == longer
+        return bool(self.now) and goes_on_as(followed_by(self.now, call), self._expected)
 
     def goes_on(self, call: Signature) -> None:
         """This call is the next one of the present forward."""
-        self.now, self._all = _followed_by(self.now, call), _followed_by(self._all, call)
+        self.now, self._all = followed_by(self.now, call), followed_by(self._all, call)
 
     def ended(self) -> None:
         """The forward is over, if there is one."""
@@ -126,7 +117,7 @@ class Sequence:
             if (seen := self._seen.get((before, call))) is not None:
                 return max(seen, key=len)
         for (_, first), seen in reversed(self._seen.items()):  # a batch of another size: alike calls may follow
-            times = seen[-1].count(_NEXT)
-            if alike(first, call) and seen[-1] == first + times * (_NEXT, *first[2:]):
-                return call + times * (_NEXT, *call[2:])
+            times = seen[-1].count(NEXT)
+            if alike(first, call) and seen[-1] == first + times * (NEXT, *first[2:]):
+                return call + times * (NEXT, *call[2:])
         return call

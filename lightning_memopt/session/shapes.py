@@ -11,6 +11,8 @@ import torch
 from lightning_memopt.session.leaves import leaves_of
 
 Signature = tuple[Any, ...]
+NEXT = ()
+"""Stands between the groups of two calls in the signature of a forward; no group of tensors is empty."""
 _Shapes = list[tuple[int, ...]]
 
 _SAMPLES = 4
@@ -60,6 +62,16 @@ def _is_samples(node: Any) -> bool:
     if type(node) is not list or len(node) < _SAMPLES or not all(isinstance(t, torch.Tensor) for t in node):
         return False
     return len({(t.dtype, t.device, len(_shape(t))) for t in node}) == 1
+
+
+def followed_by(calls: Signature, call: Signature) -> Signature:
+    """The signature of these calls and one more."""
+    return (*calls, NEXT, *call[2:])
+
+
+def goes_on_as(calls: Signature, more: Signature) -> bool:
+    """Whether the calls of `more` are these, and maybe others after them."""
+    return more[: len(calls)] == calls and more[len(calls) :][:1] in ((), (NEXT,))
 
 
 def alike(first: Signature, second: Signature) -> bool:
