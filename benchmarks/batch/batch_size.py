@@ -30,8 +30,8 @@ from benchmarks.lib.paths import RESULTS
 from benchmarks.models.recurrent import deepspeech2, nmt, resnet, transformer
 from lightning_memopt import MemOptBatchScaler, find_max_batch_size
 from lightning_memopt.batching import BatchSizeResult
-from lightning_memopt.session.peak_meter import StepMeter
-from lightning_memopt.session.resident import resident_nbytes, resident_tensors
+from lightning_memopt.session.measure.peak_meter import StepMeter
+from lightning_memopt.session.observe.resident import resident_nbytes, resident_tensors
 from tests.cpu.lib.limits import Device
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from lightning_memopt import jsonio
 from lightning_memopt.native import engine
 from lightning_memopt.plan import Machine
 from lightning_memopt.runtime import Program
-from lightning_memopt.session import costs
+from lightning_memopt.session.observe import costs
 from lightning_memopt.solvers import planner
 
 FILE = RESULTS / "engines.json"

@@ -34,9 +34,9 @@ from lightning_memopt import jsonio
 from lightning_memopt.graph import Graph, graph_from_json, graph_to_json, unmodified_levels
 from lightning_memopt.plan import Machine
 from lightning_memopt.runtime import install_native
-from lightning_memopt.session import costs
-from lightning_memopt.session.graphs import smoothed
-from lightning_memopt.session.observation import Observation
+from lightning_memopt.session.observe import costs
+from lightning_memopt.session.observe.graphs import smoothed
+from lightning_memopt.session.observe.observation import Observation
 from lightning_memopt.solvers import planner
 from lightning_memopt.trace import count_all
 

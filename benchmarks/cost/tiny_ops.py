@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_memopt.native import engine as native_engine
 from lightning_memopt.plan import Rebuild
 from lightning_memopt.runtime import Learned, PlannedEngine, Program, install_native
-from lightning_memopt.session.observation import Observation
-from lightning_memopt.session.recording import PlannedRecording
+from lightning_memopt.session.forward.recording import PlannedRecording
+from lightning_memopt.session.observe.observation import Observation
 from lightning_memopt.solvers import planner
 
 LINKS = 50

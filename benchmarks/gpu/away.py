@@ -26,7 +26,7 @@ from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, Plan, simulate
 from lightning_memopt.runtime import Program
-from lightning_memopt.session.offloading import Offloading
+from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.solvers.offload.dymem import dymem_trips
 from lightning_memopt.solvers.offload.policy import carry_out
 from lightning_memopt.solvers.offload.trips import TripPlanner, send_away

@@ -16,7 +16,7 @@ from benchmarks.models.gpu import Build
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Machine, Plan, reserved
 from lightning_memopt.runtime import install_native
-from lightning_memopt.session import costs
+from lightning_memopt.session.observe import costs
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.planner import Frontier
 from lightning_memopt.trace import metered_cpu

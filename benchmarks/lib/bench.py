@@ -19,9 +19,9 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.native import counter
 from lightning_memopt.runtime import Learned, PlannedEngine, Program, install_native
 from lightning_memopt.runtime.parked import Depot
-from lightning_memopt.session.graphs import smoothed
-from lightning_memopt.session.observation import Observation
-from lightning_memopt.session.recording import PlannedRecording
+from lightning_memopt.session.forward.recording import PlannedRecording
+from lightning_memopt.session.observe.graphs import smoothed
+from lightning_memopt.session.observe.observation import Observation
 from lightning_memopt.trace import metered_cpu
 from lightning_memopt.trace.living import count_all, count_living
 

@@ -16,7 +16,7 @@ from benchmarks.lib.digests import hashed
 from benchmarks.models.registry import MODELS
 from lightning_memopt import InfeasibleError, optimize
 from lightning_memopt.bench.torch_compiled import torch_splits
-from lightning_memopt.session import region_choice
+from lightning_memopt.session.regions import region_choice
 from lightning_memopt.trace import metered_cpu
 
 STEPS = 14

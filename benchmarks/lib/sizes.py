@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_memopt.graph import Graph
 from lightning_memopt.record.modes import Outside
-from lightning_memopt.session.observation import Observation
+from lightning_memopt.session.observe.observation import Observation
 
 _VIEWS = {"aten::_unsafe_view", "aten::unsafe_chunk", "aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::lift_fresh"}
 """Ops whose results are views, though their schemas do not say so."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.lib.priced import Step, counting_moved
 from benchmarks.models import recurrent
-from lightning_memopt.session.observation import Observation
+from lightning_memopt.session.observe.observation import Observation
 
 Batch = dict[str, Tensor]
 _CPU = torch.device("cpu")

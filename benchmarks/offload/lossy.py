@@ -38,8 +38,8 @@ from lightning_memopt.graph import Graph, fingerprint
 from lightning_memopt.plan import Life, Plan, simulate, write_plan
 from lightning_memopt.runtime import parked
 from lightning_memopt.runtime.codecs import Codec, codec
-from lightning_memopt.session.observation import Observation
-from lightning_memopt.session.offloading import Offloading
+from lightning_memopt.session.observe.observation import Observation
+from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.solvers.offload.trips import TripPlanner, send_away
 from lightning_memopt.solvers.rollout import keep_all
 

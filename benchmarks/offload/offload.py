@@ -28,8 +28,8 @@ from lightning_memopt.graph import resident_nbytes
 from lightning_memopt.plan import Machine, lower, validate
 from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.runtime import Program
-from lightning_memopt.session import costs
-from lightning_memopt.session.offloading import Offloading
+from lightning_memopt.session.observe import costs
+from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.solvers import planner
 
 FILE = RESULTS / "offload.json"

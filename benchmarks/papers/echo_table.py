@@ -31,7 +31,7 @@ from lightning_memopt.graph import Graph, resident_nbytes
 from lightning_memopt.plan import Life, Machine, Prediction, simulate
 from lightning_memopt.report import breakdown
 from lightning_memopt.runtime import Program
-from lightning_memopt.session import costs
+from lightning_memopt.session.observe import costs
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.recompute.baselines import mirror, unmodified
 from lightning_memopt.solvers.recompute.echo import echo

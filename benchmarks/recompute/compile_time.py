@@ -27,7 +27,7 @@ import torch._inductor.config
 from benchmarks.lib.compiled_steps import Training
 from benchmarks.lib.paths import RESULTS
 from lightning_memopt import optimize
-from lightning_memopt.session import region_choice, remembered
+from lightning_memopt.session.regions import region_choice, remembered
 from lightning_memopt.solvers import planner
 from lightning_memopt.trace import count_all
 

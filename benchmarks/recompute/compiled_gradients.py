@@ -26,7 +26,7 @@ from benchmarks.lib.compiled_steps import STEPS, Training
 from benchmarks.lib.paths import RESULTS
 from lightning_memopt import optimize
 from lightning_memopt.bench.torch_compiled import torch_splits
-from lightning_memopt.session import region_choice
+from lightning_memopt.session.regions import region_choice
 from lightning_memopt.trace import count_all
 
 FILE = RESULTS / "compiled_gradients.json"

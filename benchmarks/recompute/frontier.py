@@ -26,7 +26,7 @@ from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph, resident_nbytes, unmodified_levels
 from lightning_memopt.plan import Machine
 from lightning_memopt.runtime import Program
-from lightning_memopt.session import costs
+from lightning_memopt.session.observe import costs
 from lightning_memopt.solvers import planner
 
 SHARES = (0.8, 0.6, 0.4, 0.25, 0.15)

@@ -39,7 +39,7 @@ from benchmarks.robustness.loops_run import generators, rounds
 from benchmarks.robustness.worker import Row, ask
 from lightning_memopt import optimize
 from lightning_memopt.errors import InfeasibleError, MemOptError
-from lightning_memopt.session.states import Running, State
+from lightning_memopt.session.judge.states import Running, State
 
 MIB = 2**20
 SHARE = 0.5

@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.lib.digests import hashed
 from lightning_memopt import optimize
-from lightning_memopt.session import shared_plan, solving
+from lightning_memopt.session.decide import solving
+from lightning_memopt.session.ranks import shared_plan
 from lightning_memopt.trace import count_all
 
 WORDS, WIDTH, LENGTH, BATCH, LAYERS, STEPS = 64, 64, 64, 24, 2, 6

@@ -35,7 +35,7 @@ from benchmarks.robustness.scripts import Script
 from lightning_memopt import optimize
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.session import Session
-from lightning_memopt.session.states import Running, State
+from lightning_memopt.session.judge.states import Running, State
 from lightning_memopt.solvers import planner
 
 TIMEOUT = 600

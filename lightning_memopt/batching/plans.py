@@ -14,8 +14,8 @@ from lightning_memopt.batching.fit import StepFit
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, LoweringError, Machine, simulate
-from lightning_memopt.session.joint_frontier import JointFrontier, peak_nbytes
-from lightning_memopt.session.offloading import Offloading
+from lightning_memopt.session.parking.joint_frontier import JointFrontier, peak_nbytes
+from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.solvers import joint, planner
 from lightning_memopt.units import ceil_div
 

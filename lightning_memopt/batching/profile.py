@@ -8,7 +8,7 @@ from lightning_memopt.batching.batches import host_cap, nbytes_of
 from lightning_memopt.batching.fit import FitError, StepFit, fit
 from lightning_memopt.batching.trials import Trials
 from lightning_memopt.graph import Graph
-from lightning_memopt.session.graphs import smoothed
+from lightning_memopt.session.observe.graphs import smoothed
 
 _FAR = 4
 """A size is far from the observed ones if it is more than this many times the larger one."""

@@ -24,8 +24,8 @@ from lightning_memopt.errors import ConfigError, InfeasibleError
 from lightning_memopt.graph import Graph
 from lightning_memopt.ranks import buckets_nbytes
 from lightning_memopt.session import Session
-from lightning_memopt.session.peak_meter import StepMeter
-from lightning_memopt.session.resident import foreign_nbytes, resident_nbytes, resident_tensors
+from lightning_memopt.session.measure.peak_meter import StepMeter
+from lightning_memopt.session.observe.resident import foreign_nbytes, resident_nbytes, resident_tensors
 from lightning_memopt.torch_private import gradient_of, tree_map
 from lightning_memopt.trace import count_all
 

@@ -23,8 +23,8 @@ from lightning_memopt.device.backends import backend_of
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.integrations.plain import Optimizers, unwrapped
 from lightning_memopt.native import counter
-from lightning_memopt.session.compiling import repeated_blocks
-from lightning_memopt.session.resident import foreign_nbytes, resident_tensors
+from lightning_memopt.session.observe.resident import foreign_nbytes, resident_tensors
+from lightning_memopt.session.regions.compiling import repeated_blocks
 from lightning_memopt.trace import metered_cpu
 from lightning_memopt.trace.living import count_all
 

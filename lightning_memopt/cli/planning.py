@@ -42,7 +42,7 @@ def _offloading(device: str, config: MemOptConfig) -> Any:
     import torch
 
     from lightning_memopt.device.places import is_here
-    from lightning_memopt.session.offloading import Offloading
+    from lightning_memopt.session.parking.offloading import Offloading
 
     if not is_here(torch.device(device)):
         raise ConfigError(

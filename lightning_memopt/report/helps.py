@@ -132,8 +132,8 @@ def _parking(graph: Graph, plan: Plan, frontier: planner.Frontier) -> Iterator[H
         yield Help(0, "Offload and compression were not looked at: torch is not installed.")
         return
     from lightning_memopt.config import MemOptConfig
-    from lightning_memopt.session.joint_frontier import peak_nbytes
-    from lightning_memopt.session.offloading import Offloading
+    from lightning_memopt.session.parking.joint_frontier import peak_nbytes
+    from lightning_memopt.session.parking.offloading import Offloading
 
     tier = kind_of(graph.device).slow_tier
     starts = _spread([c.lives for c in frontier.candidates])

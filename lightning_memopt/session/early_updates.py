@@ -24,11 +24,11 @@ from lightning_memopt.ranks import wrapper_of
 from lightning_memopt.record import is_plain
 from lightning_memopt.runtime.early_updates import EarlyUpdates, Reason, of_optimizers, refusal
 from lightning_memopt.runtime.reduced import reduced_by
-from lightning_memopt.session.costs import of_early_update
-from lightning_memopt.session.final_gradients import late
-from lightning_memopt.session.observation import Observation
-from lightning_memopt.session.peak_meter import in_compiled_code
-from lightning_memopt.session.processes import names_of, of_processes
+from lightning_memopt.session.measure.peak_meter import in_compiled_code
+from lightning_memopt.session.observe.costs import of_early_update
+from lightning_memopt.session.observe.final_gradients import late
+from lightning_memopt.session.observe.observation import Observation
+from lightning_memopt.session.ranks.processes import names_of, of_processes
 from lightning_memopt.torch_private import gradient_of, local_tensor
 
 _UNMARKED = Reason(

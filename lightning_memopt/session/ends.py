@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_memopt.record import is_plain, storage_id, updates_any
 from lightning_memopt.runtime import Engine
-from lightning_memopt.session.observation import Observation
+from lightning_memopt.session.observe.observation import Observation
 
 
 class Ends:

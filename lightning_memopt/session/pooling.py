@@ -15,7 +15,7 @@ from lightning_memopt.device.backends import current_stream
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.device.places import on_host
 from lightning_memopt.runtime.pool import ALIGNMENT, Addresses, LoggedStep, PoolStatus, PoolWindows, Solve, StreamWindows
-from lightning_memopt.session.states import Running, State
+from lightning_memopt.session.judge.states import Running, State
 from lightning_memopt.solvers.placement import Buffer, place_cyclic
 from lightning_memopt.units import format_nbytes
 

@@ -23,33 +23,33 @@ from lightning_memopt.plan import Plan, names_of
 from lightning_memopt.ranks import rebuild_buckets
 from lightning_memopt.runtime import Engine, PlannedEngine
 from lightning_memopt.runtime.early_updates import Reason, count_versions
-from lightning_memopt.session.agreement import Agreement
 from lightning_memopt.session.attachment import Attachment
 from lightning_memopt.session.budget import Neighbours, budget_on, device_of
-from lightning_memopt.session.compiled_regions import CompiledRegions
-from lightning_memopt.session.compiling import CompiledBlocks
+from lightning_memopt.session.cache.plan_cache import PlanCache
+from lightning_memopt.session.decide.foresight import Foresight
+from lightning_memopt.session.decide.machine import machine_of
+from lightning_memopt.session.decide.refusals import refuse_hopeless, refuse_sharded
 from lightning_memopt.session.early_updates import EarlyUpdating, wanted
-from lightning_memopt.session.effort import Effort
 from lightning_memopt.session.ends import Ends
-from lightning_memopt.session.foresight import Foresight
+from lightning_memopt.session.forward.recording import PlannedRecording, Recording
+from lightning_memopt.session.forward.round import Rounds
+from lightning_memopt.session.forward.sequence import Sequence
+from lightning_memopt.session.forward.shapes import Entry, Signature, signature_of
 from lightning_memopt.session.given_plan import read_given, write_status
 from lightning_memopt.session.history import History
-from lightning_memopt.session.machine import machine_of
-from lightning_memopt.session.observation import Observation
-from lightning_memopt.session.observed_step import ObservedStep
-from lightning_memopt.session.observing import Observing, Waiting
-from lightning_memopt.session.offloading import Offloading
-from lightning_memopt.session.peak_meter import Metering, in_compiled_code
-from lightning_memopt.session.plan_cache import PlanCache
+from lightning_memopt.session.judge.states import Running, State
+from lightning_memopt.session.measure.peak_meter import Metering, in_compiled_code
+from lightning_memopt.session.observe.effort import Effort
+from lightning_memopt.session.observe.observation import Observation
+from lightning_memopt.session.observe.observed_step import ObservedStep
+from lightning_memopt.session.observe.observing import Observing, Waiting
+from lightning_memopt.session.observe.resident import resident_tensors
+from lightning_memopt.session.observe.silence import WAITS, Silence, gradients_are_recorded, trains
+from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.pooling import Pooling
-from lightning_memopt.session.recording import PlannedRecording, Recording
-from lightning_memopt.session.refusals import refuse_hopeless, refuse_sharded
-from lightning_memopt.session.resident import resident_tensors
-from lightning_memopt.session.round import Rounds
-from lightning_memopt.session.sequence import Sequence
-from lightning_memopt.session.shapes import Entry, Signature, signature_of
-from lightning_memopt.session.silence import WAITS, Silence, gradients_are_recorded, trains
-from lightning_memopt.session.states import Running, State
+from lightning_memopt.session.ranks.agreement import Agreement
+from lightning_memopt.session.regions.compiled_regions import CompiledRegions
+from lightning_memopt.session.regions.compiling import CompiledBlocks
 from lightning_memopt.session.status import RunStatus, Transfers, status_of, transfers_of
 from lightning_memopt.session.step import Step
 from lightning_memopt.torch_private import Parameters
@@ -286,7 +286,9 @@ class Session:
 
     def status(self) -> RunStatus:
         """The status of the run so far; where batches differ in shape, that of the batch whose step needs most bytes."""
-        status = status_of(self._plan_cache, self.budget_nbytes, self.silence, self.pool, self._offloading, self._metering)
+        status = status_of(
+            self._plan_cache, self.budget_nbytes, self.silence, self._compiled, self.pool, self._offloading, self._metering
+        )
         return status if self.enabled else RunStatus(phase="off")
 
     def transfers(self) -> Transfers | None:
@@ -467,7 +469,7 @@ class Session:
         if new is not old:
             self._plan_cache.replace(old, new)
             if isinstance(new, Running):
-                self.silence.planned(self.model, self._compiled)
+                self._compiled.plan_in_force(self.model)
             self._current = new if self._current is old else self._current
 
     def _same_device(self) -> None:

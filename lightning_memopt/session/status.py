@@ -10,14 +10,15 @@ from lightning_memopt.plan import Plan
 from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.runtime.pool import PoolStatus
-from lightning_memopt.session.failed import Failed
-from lightning_memopt.session.observing import Observing, Waiting
-from lightning_memopt.session.offloading import Offloading
-from lightning_memopt.session.peak_meter import Metering
-from lightning_memopt.session.plan_cache import PlanCache
+from lightning_memopt.session.cache.plan_cache import PlanCache
+from lightning_memopt.session.judge.states import Running, State
+from lightning_memopt.session.measure.peak_meter import Metering
+from lightning_memopt.session.observe.failed import Failed
+from lightning_memopt.session.observe.observing import Observing, Waiting
+from lightning_memopt.session.observe.silence import Silence
+from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.pooling import Pooling
-from lightning_memopt.session.silence import Silence
-from lightning_memopt.session.states import Running, State
+from lightning_memopt.session.regions.compiled_regions import CompiledRegions
 from lightning_memopt.solvers.planner import Frontier
 
 Phase = Literal["off", "waiting", "observing", "planned", "unplanned"]
@@ -113,6 +114,7 @@ def status_of(
     plans: PlanCache,
     budget_nbytes: int | None,
     silence: Silence,
+    regions: CompiledRegions,
     pool: Pooling,
     offloading: Offloading,
     metering: Metering,
@@ -129,7 +131,7 @@ def status_of(
             measured_peak_nbytes=max(metering.between.peak_nbytes, plans.measured_nbytes or 0) or None,
             replans=state.replanned + state.regrown,
             deviates=state.deviated,
-            compiled=silence.compiled,
+            compiled=regions.report,
             pool=pool.status(),
             rates=offloading.measured,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lightning_memopt.session.history import StepKind
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.judge.states import Running
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from lightning_memopt.native import engine
 from lightning_memopt.native import install as install_counter
 from lightning_memopt.plan import Life
 from lightning_memopt.plan.forms import codec_of
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.judge.states import Running
 
 WARM = 400
 """In so many steps every shape and fault has come: the states of all signatures are there."""

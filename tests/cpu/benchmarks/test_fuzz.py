@@ -17,7 +17,7 @@ from benchmarks.robustness.fuzzing.loop_runs import judge_loop
 from benchmarks.robustness.fuzzing.runs import judge, ran
 from benchmarks.robustness.fuzzing.shrink import shrunk
 from lightning_memopt.runtime.engine import rebuild
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.judge.states import Running
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 

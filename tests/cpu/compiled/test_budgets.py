@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from lightning_memopt import optimize
 from lightning_memopt.native import counter
-from lightning_memopt.session import region_choice, remembered
+from lightning_memopt.session.regions import region_choice, remembered
 from tests.cpu.compiled.training import Residual, losses_of
 
 STEPS = 9

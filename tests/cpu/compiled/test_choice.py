@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_memopt.compiled import Halves
-from lightning_memopt.session.region_choice import Choice, Measured, Option, Stage, cheapest, modelled
+from lightning_memopt.session.regions.region_choice import Choice, Measured, Option, Stage, cheapest, modelled
 
 
 def stage(options: list[Option], dynamic: bool = False) -> Any:

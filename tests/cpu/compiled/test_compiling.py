@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from lightning_memopt import optimize
-from lightning_memopt.session.compiling import repeated_blocks
+from lightning_memopt.session.regions.compiling import repeated_blocks
 from tests.cpu.compiled.training import counted, losses_of
 from tests.cpu.lib.said import Said
 

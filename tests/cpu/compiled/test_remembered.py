@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_memopt import optimize
-from lightning_memopt.session import remembered
+from lightning_memopt.session.regions import remembered
 from tests.cpu.compiled.training import Residual, counted, losses_of
 
 STEPS = 9

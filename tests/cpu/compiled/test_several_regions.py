@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_memopt.session.compiled_regions import CompiledRegions
+from lightning_memopt.session.regions.compiled_regions import CompiledRegions
 from tests.cpu.compiled.training import Forward, keeping_all, train
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from lightning_memopt.compiled import Halves
 from lightning_memopt.plan import Life
-from lightning_memopt.session.region_choice import Option
-from lightning_memopt.session.shared_regions import Shown, options_of, post_of, together
+from lightning_memopt.session.regions.region_choice import Option
+from lightning_memopt.session.regions.shared_regions import Shown, options_of, post_of, together
 
 
 def posted(*ranks: Shown) -> list[dict[str, Any]]:

@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from lightning_memopt import optimize
 from lightning_memopt.native import counter
-from lightning_memopt.session import RunStatus, region_choice
+from lightning_memopt.session import RunStatus
+from lightning_memopt.session.regions import region_choice
 from lightning_memopt.trace import count_all
 
 Forward = Callable[[torch.Tensor], torch.Tensor]

@@ -16,8 +16,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from lightning_memopt import optimize
 from lightning_memopt.errors import UpdatesInBackwardError
 from lightning_memopt.integrations.plain import Run
-from lightning_memopt.session.observing import Waiting
-from lightning_memopt.session.solves import Solves
+from lightning_memopt.session.cache.solves import Solves
+from lightning_memopt.session.observe.observing import Waiting
 from tests.cpu.lib.early import OPTIMIZERS, WIDE, plain, same_as_plain
 from tests.cpu.lib.loops import leaves_nothing
 from tests.cpu.lib.models import Body, data, made, squares

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from lightning_memopt.runtime.engine import program
-from lightning_memopt.session.recording import PlannedRecording
+from lightning_memopt.session.forward.recording import PlannedRecording
 
 
 @pytest.fixture(autouse=True)

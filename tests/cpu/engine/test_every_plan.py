@@ -14,9 +14,9 @@ transformers = pytest.importorskip("transformers")
 from benchmarks.models.zoo import ZOO  # noqa: E402
 from lightning_memopt.graph import Graph, resident_nbytes  # noqa: E402
 from lightning_memopt.runtime import Program  # noqa: E402
-from lightning_memopt.session.graphs import smoothed  # noqa: E402
-from lightning_memopt.session.observation import Observation  # noqa: E402
-from lightning_memopt.session.recording import PlannedRecording  # noqa: E402
+from lightning_memopt.session.forward.recording import PlannedRecording  # noqa: E402
+from lightning_memopt.session.observe.graphs import smoothed  # noqa: E402
+from lightning_memopt.session.observe.observation import Observation  # noqa: E402
 from lightning_memopt.solvers import planner  # noqa: E402
 from lightning_memopt.trace import metered_cpu  # noqa: E402
 from tests.cpu.lib.planned import engine_of  # noqa: E402

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.judge.states import Running
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import agrees, batches, budget_at, small, train
 

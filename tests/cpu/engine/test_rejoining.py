@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lightning_memopt import optimize
 from lightning_memopt.runtime.engine.rejoining import Places
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.judge.states import Running
 from lightning_memopt.trace import metered_cpu
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import QUIET, assert_same, counted_nbytes, no_step_is_measured, sgd, state

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from lightning_memopt import optimize
-from lightning_memopt.session.saving import innermost_pack
+from lightning_memopt.session.forward.saving import innermost_pack
 
 Opens = Callable[[], Any]
 

@@ -13,8 +13,8 @@ from lightning_memopt import optimize
 from lightning_memopt.graph import fingerprint, resident_nbytes, unmodified_levels
 from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.engine.rejoining import Places
-from lightning_memopt.session.graphs import common, roomy
-from lightning_memopt.session.observation import Observation
+from lightning_memopt.session.observe.graphs import common, roomy
+from lightning_memopt.session.observe.observation import Observation
 from lightning_memopt.trace import metered_cpu
 from tests.cpu.lib.loops import QUIET, assert_same, counted_nbytes, no_step_is_measured, sgd, state
 

@@ -14,7 +14,7 @@ from torch.nn.functional import dropout
 
 from lightning_memopt.graph import resident_nbytes
 from lightning_memopt.runtime import PlannedEngine
-from lightning_memopt.session.recording import PlannedRecording
+from lightning_memopt.session.forward.recording import PlannedRecording
 from lightning_memopt.trace import metered_cpu
 from tests.cpu.lib.models import Body, attached, data, made, sgd, trains
 from tests.cpu.lib.turns import STEPS, Turns, first, last, mean, plans  # noqa: F401 (a fixture)

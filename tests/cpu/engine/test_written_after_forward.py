@@ -20,7 +20,7 @@ from lightning_memopt import optimize
 from lightning_memopt.errors import ModifiedError, RebuildMismatchError
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.runtime.engine import rebuild
-from lightning_memopt.session.observation import Observation
+from lightning_memopt.session.observe.observation import Observation
 from tests.cpu.lib.harness import same_bits
 from tests.cpu.lib.inside import states_of
 from tests.cpu.lib.models import Body, X, assert_drops, data, made, sgd, squares

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_memopt import optimize
 from lightning_memopt.record import Tape
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.judge.states import Running
 from tests.cpu.lib.harness import same_bits
 from tests.cpu.lib.inside import states_of
 from tests.cpu.lib.loops import Small, assert_same, batches, loss_of, sgd, small, state

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memopt.runtime import ObservingEngine
-from lightning_memopt.session.recording import Recording
+from lightning_memopt.session.forward.recording import Recording
 from tests.cpu.lib.harness import dropping, outcome
 from tests.cpu.lib.models import (
     BATCHES,

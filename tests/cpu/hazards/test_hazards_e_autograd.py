@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_memopt.runtime import ObservingEngine
-from lightning_memopt.session.recording import Recording
+from lightning_memopt.session.forward.recording import Recording
 from tests.cpu.lib.harness import dropping, outcome, same_bits
 from tests.cpu.lib.models import (
     BATCHES,

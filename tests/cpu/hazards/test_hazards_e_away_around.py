@@ -18,7 +18,7 @@ from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.graph import fingerprint
 from lightning_memopt.plan import Plan, simulate, write_plan
 from lightning_memopt.runtime import Program
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.judge.states import Running
 from tests.cpu.hazards.test_hazards_e_away import Body, Use, X, exact_while_parked, loss_of, programs, stepped
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import leaves_nothing

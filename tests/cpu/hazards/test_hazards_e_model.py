@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memopt.session import recording
+from lightning_memopt.session.forward import recording
 from tests.cpu.lib.harness import same_bits
 from tests.cpu.lib.inside import states_of
 from tests.cpu.lib.models import (

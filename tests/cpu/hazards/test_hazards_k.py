@@ -15,7 +15,7 @@ import torch
 from lightning_memopt import optimize
 from lightning_memopt.device.cpu import Cpu
 from lightning_memopt.errors import BudgetError, InfeasibleError, PlanFileError, PlanMismatchError
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.judge.states import Running
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import assert_same, batches, installed, loss_of, sgd, small, state, train
 

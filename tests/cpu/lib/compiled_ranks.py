@@ -27,7 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_memopt import optimize
 from lightning_memopt.native import counter
 from lightning_memopt.ranks import board, ranks
-from lightning_memopt.session import compiled_regions, observed_step, region_choice
+from lightning_memopt.session.observe import observed_step
+from lightning_memopt.session.regions import compiled_regions, region_choice
 from lightning_memopt.solvers import planner
 from lightning_memopt.trace import count_all
 from tests.cpu.lib.forked import failed, forked

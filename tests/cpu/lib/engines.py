@@ -13,7 +13,7 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.native import engine
 from lightning_memopt.plan import Life
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
-from lightning_memopt.session.recording import PlannedRecording
+from lightning_memopt.session.forward.recording import PlannedRecording
 from tests.cpu.lib.observed import graph_of
 
 Made = Callable[[], tuple[nn.Module, torch.Tensor]]

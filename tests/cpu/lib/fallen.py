@@ -29,7 +29,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memopt import MemOptDDPStrategy, MemOptModelParallelStrategy, optimize
 from lightning_memopt.ranks import board, ranks
-from lightning_memopt.session import shared_plan, solving
+from lightning_memopt.session.decide import solving
+from lightning_memopt.session.ranks import shared_plan
 from tests.cpu.lib import fits, sharded
 from tests.cpu.lib.forked import forked
 from tests.cpu.lib.group import PATIENT_SECONDS

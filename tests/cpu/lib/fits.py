@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memopt import MemOptStrategy
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.judge.states import Running
 from tests.cpu.lib.harness import assert_same_tree
 from tests.cpu.lib.inside import state_of, states_of
 from tests.cpu.lib.loops import batches, installed, small

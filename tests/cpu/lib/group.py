@@ -25,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memopt import optimize
 from lightning_memopt.ranks import board, ranks
-from lightning_memopt.session import shared_plan, solving
+from lightning_memopt.session.decide import solving
+from lightning_memopt.session.ranks import shared_plan
 from lightning_memopt.trace import count_all
 from tests.cpu.lib.forked import forked
 from tests.cpu.lib.launched import free_port

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten_with_path
 
 from lightning_memopt.runtime import ObservingEngine
-from lightning_memopt.session.recording import Recording
+from lightning_memopt.session.forward.recording import Recording
 
 
 @contextlib.contextmanager

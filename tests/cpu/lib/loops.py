@@ -19,7 +19,7 @@ from lightning_memopt.graph import resident_nbytes
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.native import counter, engine
 from lightning_memopt.native.counting import process
-from lightning_memopt.session.peak_meter import Metering
+from lightning_memopt.session.measure.peak_meter import Metering
 from lightning_memopt.trace.living import count_all, living
 
 WORDS, CLASSES, LENGTH, BATCH = 24, 24, 8, 48

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.runtime import ObservingEngine
-from lightning_memopt.session.recording import Recording
+from lightning_memopt.session.forward.recording import Recording
 from tests.cpu.lib.harness import assert_exact, dropping, outcome, same_bits
 
 Step = Callable[[nn.Module], torch.torch.Tensor]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_memopt.graph import Graph
-from lightning_memopt.session.observation import Observation
+from lightning_memopt.session.observe.observation import Observation
 
 CPU = torch.device("cpu")
 

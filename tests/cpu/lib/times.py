@@ -13,7 +13,7 @@ import pytest
 from lightning_memopt.graph import Graph, Op
 from lightning_memopt.plan.rates import Coding, Link, MachineRates
 from lightning_memopt.session import times
-from lightning_memopt.session.costs import Costs
+from lightning_memopt.session.observe.costs import Costs
 from lightning_memopt.session.times import Times
 from tests.cpu.lib.machines import known, machine
 

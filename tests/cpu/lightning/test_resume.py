@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.judge.states import Running
 from tests.cpu.lib import killed
 from tests.cpu.lib.fits import Task, assert_same_tree, fit, memopt, outcome, session_of
 from tests.cpu.lib.inside import state_of

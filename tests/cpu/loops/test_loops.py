@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_memopt import optimize
 from lightning_memopt.runtime import PlannedEngine
-from lightning_memopt.session.recording import PlannedRecording
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.forward.recording import PlannedRecording
+from lightning_memopt.session.judge.states import Running
 from tests.cpu.lib.inside import state_of, states_of
 from tests.cpu.lib.loops import (
     BATCH,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memopt import optimize
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.judge.states import Running
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import QUIET, Batch, agrees, assert_same, batches, loss_of, small, state
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_memopt import optimize
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.judge.states import Running
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import QUIET, assert_same, batches, leaves_nothing, loss_of, small, state
 

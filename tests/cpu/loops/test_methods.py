@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memopt import optimize
 from lightning_memopt.record import calls
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.judge.states import Running
 from tests.cpu.lib.inside import state_of, states_of
 from tests.cpu.lib.loops import (
     QUIET,

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from lightning_memopt import optimize
 from lightning_memopt.record import Recorder
-from lightning_memopt.session import round as rounds
-from lightning_memopt.session.observation import Observation
+from lightning_memopt.session.forward import round as rounds
+from lightning_memopt.session.observe.observation import Observation
 from tests.cpu.lib.inside import state_of, states_of
 from tests.cpu.lib.loops import QUIET, agrees, seeded, sgd
 

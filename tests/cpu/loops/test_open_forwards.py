@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memopt import optimize
 from lightning_memopt.runtime import Engine
-from lightning_memopt.session.silence import COPIES
+from lightning_memopt.session.observe.silence import COPIES
 from lightning_memopt.torch_private import innermost_hooks
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import (

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from lightning_memopt import optimize
 from lightning_memopt.errors import AlreadyAttachedError
-from lightning_memopt.session.observation import Observation
-from lightning_memopt.session.observing import Observing
-from lightning_memopt.session.resident import resident_nbytes, resident_tensors
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.judge.states import Running
+from lightning_memopt.session.observe.observation import Observation
+from lightning_memopt.session.observe.observing import Observing
+from lightning_memopt.session.observe.resident import resident_nbytes, resident_tensors
 from lightning_memopt.trace import memory
 from tests.cpu.lib.inside import current_of, state_of, states_of
 from tests.cpu.lib.loops import (

@@ -15,7 +15,7 @@ from benchmarks.robustness.fuzzing.case import Departure, draw
 from benchmarks.robustness.fuzzing.plans import random_lives
 from benchmarks.robustness.fuzzing.programs import Data, Model
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
-from lightning_memopt.session.recording import PlannedRecording
+from lightning_memopt.session.forward.recording import PlannedRecording
 from lightning_memopt.solvers import planner
 from tests.cpu.lib.engines import by_python, needs_native, observed_graph, steps
 

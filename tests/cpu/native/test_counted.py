@@ -24,8 +24,8 @@ from lightning_memopt.native import Window, counter, install
 from lightning_memopt.plan import lower, read_plan, validate
 from lightning_memopt.plan.peak import at_peak
 from lightning_memopt.runtime.engine.rebuild import checksum
-from lightning_memopt.session.failed import Failed
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.judge.states import Running
+from lightning_memopt.session.observe.failed import Failed
 from lightning_memopt.solvers.rollout import keep_all
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import QUIET

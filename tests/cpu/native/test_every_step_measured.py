@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_memopt import optimize
 from lightning_memopt.native import install
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.judge.states import Running
 from tests.cpu.lib.loops import QUIET, counted_nbytes
 
 pytestmark = pytest.mark.skipif(install() is None, reason="no C++ compiler")

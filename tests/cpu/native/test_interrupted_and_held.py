@@ -10,9 +10,9 @@ from lightning_memopt.native import install
 from lightning_memopt.native.counting import Window
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.seams import Seams
-from lightning_memopt.session.observation import Observation
-from lightning_memopt.session.plan_cache import PlanCache
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.cache.plan_cache import PlanCache
+from lightning_memopt.session.judge.states import Running
+from lightning_memopt.session.observe.observation import Observation
 from lightning_memopt.torch_private import AUTOGRAD
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import QUIET, batches, installed, leaves_nothing, sgd, small, step

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_memopt import optimize
 from lightning_memopt.native import counter, engine
 from lightning_memopt.record.interrupts import raise_deferred
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.judge.states import Running
 from tests.cpu.lib.engines import needs_native
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.kept import Kept

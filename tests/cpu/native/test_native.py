@@ -18,7 +18,7 @@ from torch import nn
 from lightning_memopt import cxx, optimize
 from lightning_memopt.native import Counter, build, counter, install
 from lightning_memopt.native.counting import process
-from lightning_memopt.session.observation import Observation
+from lightning_memopt.session.observe.observation import Observation
 from tests.cpu.lib.loops import QUIET, batches, sgd, small, train
 
 ROOT = Path(__file__).parents[3]

@@ -14,7 +14,7 @@ from lightning_memopt.graph import Graph, graph_to_json
 from lightning_memopt.native import engine
 from lightning_memopt.record import StorageVersion, Tape, View
 from lightning_memopt.runtime.engine.holding import Holding
-from lightning_memopt.session.observation import Observation
+from lightning_memopt.session.observe.observation import Observation
 from lightning_memopt.trace.in_place import InPlace
 from lightning_memopt.trace.seen import SeenTensor
 

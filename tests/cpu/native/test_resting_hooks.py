@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_memopt.native import engine
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
-from lightning_memopt.session.recording import PlannedRecording
+from lightning_memopt.session.forward.recording import PlannedRecording
 from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from tests.cpu.lib.engines import Made, by_python, needs_native, observed_graph, steps
 

@@ -17,7 +17,7 @@ from lightning_memopt.errors import OffloadError
 from lightning_memopt.native import engine
 from lightning_memopt.plan import simulate, validate
 from lightning_memopt.runtime import Program
-from lightning_memopt.session.recording import PlannedRecording
+from lightning_memopt.session.forward.recording import PlannedRecording
 from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from lightning_memopt.solvers.rollout import keep_all
 from tests.cpu.lib.engines import needs_native

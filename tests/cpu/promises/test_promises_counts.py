@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_memopt import optimize
 from lightning_memopt.plan import Rebuild as Again
 from lightning_memopt.record import Tape
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.judge.states import Running
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import budget_at
 from tests.cpu.lib.models import Body, Noisy, data, made, sgd, squares

@@ -21,8 +21,8 @@ import lightning_memopt
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.native import engine
-from lightning_memopt.session.observing import Observing
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.judge.states import Running
+from lightning_memopt.session.observe.observing import Observing
 from tests.cpu.lib.device_thread import in_both_threads
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.kept import Kept

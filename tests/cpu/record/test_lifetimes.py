@@ -8,8 +8,8 @@ import torch
 
 from lightning_memopt.native import engine as native
 from lightning_memopt.runtime import ObservingEngine, PlannedEngine
-from lightning_memopt.session import costs
-from lightning_memopt.session.recording import Recording
+from lightning_memopt.session.forward.recording import Recording
+from lightning_memopt.session.observe import costs
 from lightning_memopt.trace import holders
 from tests.cpu.lib.models import BATCHES, Noisy, X, attached, made, sgd, squares, train
 

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from lightning_memopt.graph import Graph
 from lightning_memopt.runtime import PlannedEngine, Program
-from lightning_memopt.session.observation import Observation
-from lightning_memopt.session.recording import PlannedRecording
+from lightning_memopt.session.forward.recording import PlannedRecording
+from lightning_memopt.session.observe.observation import Observation
 from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from tests.cpu.lib.harness import draws
 from tests.cpu.lib.planned import engine_of

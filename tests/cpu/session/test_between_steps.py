@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.robustness import loops_count
 from lightning_memopt.native import install
-from lightning_memopt.session.between import Between
-from lightning_memopt.session.peak_meter import Metering, spoil_open_meters
+from lightning_memopt.session.measure.between import Between
+from lightning_memopt.session.measure.peak_meter import Metering, spoil_open_meters
 from tests.cpu.lib.between_steps import CASES
 from tests.cpu.lib.engines import needs_native
 

@@ -16,7 +16,8 @@ from lightning_memopt.integrations.plain import Run
 from lightning_memopt.plan import Machine, Overhead, read_plan
 from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.early_updates import ALLOWED
-from lightning_memopt.session import costs, times
+from lightning_memopt.session import times
+from lightning_memopt.session.observe import costs
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from tests.cpu.lib.loops import QUIET, batches, sgd, small, train

@@ -22,10 +22,10 @@ from lightning_memopt.record import Rule, numeric_flags, register_op, rule_of, r
 from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.engine.holding import Holding, in_order
 from lightning_memopt.session import Session
-from lightning_memopt.session.costs import Costs
-from lightning_memopt.session.observation import Observation
-from lightning_memopt.session.peak_meter import StepMeter
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.judge.states import Running
+from lightning_memopt.session.measure.peak_meter import StepMeter
+from lightning_memopt.session.observe.costs import Costs
+from lightning_memopt.session.observe.observation import Observation
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from lightning_memopt.trace import Tracer, memory

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memopt import optimize
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.judge.states import Running
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import Small, agrees, batches, loss_of, sgd, train
 from tests.cpu.lib.said import Said

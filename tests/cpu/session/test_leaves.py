@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from lightning_memopt.session.leaves import leaves_of
-from lightning_memopt.session.shapes import _is_samples
+from lightning_memopt.session.forward.leaves import leaves_of
+from lightning_memopt.session.forward.shapes import _is_samples
 
 Pair = namedtuple("Pair", "b a")
 ONES = torch.ones(2)

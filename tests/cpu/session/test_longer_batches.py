@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_memopt import optimize
 from lightning_memopt.native import counter
-from lightning_memopt.session.states import Observing, Running, Waiting
+from lightning_memopt.session.judge.states import Observing, Running, Waiting
 from tests.cpu.lib.inside import current_of, states_of
 from tests.cpu.lib.loops import assert_same, state
 from tests.cpu.session.test_plan_cache import WORDS, Attending, adamw, words

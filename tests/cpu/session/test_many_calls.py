@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_memopt import optimize
 from lightning_memopt.graph import Graph
 from lightning_memopt.native import counter
-from lightning_memopt.session.states import Observing, Running
+from lightning_memopt.session.judge.states import Observing, Running
 from tests.cpu.lib.inside import states_of
 from tests.cpu.lib.loops import QUIET, agrees, leaves_nothing, seeded
 from tests.cpu.lib.said import Said

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_memopt.native import counter
-from lightning_memopt.session.peak_meter import Metering, spoil_open_meters
+from lightning_memopt.session.measure.peak_meter import Metering, spoil_open_meters
 from tests.cpu.lib.engines import needs_native
 from tests.cpu.lib.fits import COUNT, Task, fit, loader, memopt, session_of
 from tests.cpu.lib.inside import state_of

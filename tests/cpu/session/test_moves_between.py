@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_memopt import optimize
 from lightning_memopt.native import counter
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.judge.states import Running
 from tests.cpu.lib.inside import states_of
 from tests.cpu.lib.loops import QUIET, assert_same, sgd, state
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lightning_memopt import optimize
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.integrations.plain import Run
-from lightning_memopt.session.silence import FORWARDS
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.judge.states import Running
+from lightning_memopt.session.observe.silence import FORWARDS
 from tests.cpu.lib.inside import state_of, states_of
 from tests.cpu.lib.loops import QUIET, Batch, agrees, batches, loss_of, sgd, small, step, train
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from lightning_memopt import optimize
 from lightning_memopt.graph import resident_nbytes
-from lightning_memopt.session import solving
-from lightning_memopt.session.observation import Observation
-from lightning_memopt.session.peak_meter import StepMeter
-from lightning_memopt.session.resident import resident_nbytes as resident_on
-from lightning_memopt.session.resident import resident_tensors
-from lightning_memopt.session.solves import Solves
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.cache.solves import Solves
+from lightning_memopt.session.decide import solving
+from lightning_memopt.session.judge.states import Running
+from lightning_memopt.session.measure.peak_meter import StepMeter
+from lightning_memopt.session.observe.observation import Observation
+from lightning_memopt.session.observe.resident import resident_nbytes as resident_on
+from lightning_memopt.session.observe.resident import resident_tensors
 from tests.cpu.lib.inside import current_of, states_of
 from tests.cpu.lib.loops import QUIET, agrees, assert_same, state, without_counter
 from tests.cpu.lib.times import Known, given

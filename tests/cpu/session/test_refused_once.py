@@ -19,8 +19,8 @@ from lightning_memopt import optimize
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import BEFORE
 from lightning_memopt.plan import write_plan
-from lightning_memopt.session.resident import resident_nbytes, resident_tensors
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.judge.states import Running
+from lightning_memopt.session.observe.resident import resident_nbytes, resident_tensors
 from tests.cpu.lib.harness import same_bits
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import QUIET, batches, counted_nbytes, loss_of, small

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lightning_memopt import optimize
 from lightning_memopt.native import counter, engine
-from lightning_memopt.session.observing import Observing
-from lightning_memopt.session.sequence import Sequence
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.forward.sequence import Sequence
+from lightning_memopt.session.judge.states import Running
+from lightning_memopt.session.observe.observing import Observing
 from tests.cpu.lib.inside import current_of, states_of
 from tests.cpu.lib.loops import QUIET, agrees, budget_at, seeded
 from tests.cpu.lib.said import Said

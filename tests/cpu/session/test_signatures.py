@@ -10,10 +10,10 @@ from torch import nn
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.session.budget import device_of
-from lightning_memopt.session.observing import Observing, Waiting
-from lightning_memopt.session.plan_cache import PLANS, PlanCache
-from lightning_memopt.session.shapes import alike, serves, signature_of
-from lightning_memopt.session.solves import Solves
+from lightning_memopt.session.cache.plan_cache import PLANS, PlanCache
+from lightning_memopt.session.cache.solves import Solves
+from lightning_memopt.session.forward.shapes import alike, serves, signature_of
+from lightning_memopt.session.observe.observing import Observing, Waiting
 from lightning_memopt.torch_private import Parameters
 
 

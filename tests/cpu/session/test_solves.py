@@ -15,10 +15,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
-from lightning_memopt.session import solving
-from lightning_memopt.session.shapes import signature_of
-from lightning_memopt.session.solves import FREE_SOLVES, FREE_STEPS, SECONDS_APART, Solves
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.cache.solves import FREE_SOLVES, FREE_STEPS, SECONDS_APART, Solves
+from lightning_memopt.session.decide import solving
+from lightning_memopt.session.forward.shapes import signature_of
+from lightning_memopt.session.judge.states import Running
 from tests.cpu.lib.inside import current_of, states_of
 from tests.cpu.lib.loops import QUIET, assert_same, budget_at, state
 from tests.cpu.lib.times import Known, given

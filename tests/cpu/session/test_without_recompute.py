@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_memopt import optimize
 from lightning_memopt.errors import ConfigError, InfeasibleError
 from lightning_memopt.integrations.plain import Run
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.judge.states import Running
 from tests.cpu.lib.early import OPTIMIZERS, counted
 from tests.cpu.lib.early import plain as marked_loop
 from tests.cpu.lib.fits import assert_same_tree

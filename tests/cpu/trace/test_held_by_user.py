@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_memopt.graph import resident_nbytes
 from lightning_memopt.plan import simulate
-from lightning_memopt.session.observation import Observation
+from lightning_memopt.session.observe.observation import Observation
 from lightning_memopt.solvers.rollout import keep_all
 from lightning_memopt.trace import metered_cpu
 

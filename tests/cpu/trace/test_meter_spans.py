@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memopt.session import observation, peak_meter
+from lightning_memopt.session.measure import peak_meter
+from lightning_memopt.session.observe import observation
 from lightning_memopt.trace import AllocatorEvents, metered_cpu
 from tests.cpu.lib.fits import fit, memopt
 from tests.cpu.lib.loops import BATCH, agrees, batches, loss_of, without_counter

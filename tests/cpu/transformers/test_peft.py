@@ -18,7 +18,7 @@ import peft
 from benchmarks.robustness.front_models import WORDS, built
 from lightning_memopt import MemOptTrainerCallback
 from lightning_memopt.graph import Graph
-from lightning_memopt.session.states import Running
+from lightning_memopt.session.judge.states import Running
 from tests.cpu.lib.trainers import Ends, agrees, assert_same, callback, ends, kept, train, trainer
 
 

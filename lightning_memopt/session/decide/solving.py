@@ -1,0 +1,149 @@
+"""Solve for an observed step, choose its plan, and say which plan is in force. `say` tells the user a line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from lightning_memopt import logs
+from lightning_memopt.clocks import thread_time
+from lightning_memopt.config import MemOptConfig
+from lightning_memopt.device.determinism import is_tuned
+from lightning_memopt.errors import InfeasibleError
+from lightning_memopt.graph import COMPILED, Graph
+from lightning_memopt.plan import Machine, Plan
+from lightning_memopt.session import times
+from lightning_memopt.session.decide.advice import advice
+from lightning_memopt.session.decide.foresight import unmodified_peak
+from lightning_memopt.session.measure.peak_meter import spoil_open_meters
+from lightning_memopt.session.observe import costs
+from lightning_memopt.session.parking.offloading import Offloading
+from lightning_memopt.session.worth import most_extra_seconds, worth
+from lightning_memopt.solvers import planner
+from lightning_memopt.units import format_nbytes
+
+Say = Callable[[str], None]
+
+
+class Solved(NamedTuple):
+    """What was solved for an observed step.
+
+    frontier: all plans that were made.
+    plan: the one to put in force.
+    above: a warning's text, where no plan is within the limit and the plan is the smallest; else None.
+    """
+
+    frontier: planner.Frontier
+    plan: Plan
+    above: str | None
+
+
+def solved(graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: Say, machine: Machine) -> Solved:
+    """Solve for a graph on a machine, and choose its plan. Raises InfeasibleError as `chosen` does."""
+    frontier = frontier_of(graph, offloading, say, machine, limit_nbytes)
+    plan, above = chosen(frontier, graph, limit_nbytes, offloading.config, say)
+    rates = offloading.measured
+    if rates is not None and offloading.tier and plan.predicted.rebuilt_ops and not plan.parks:
+        link = rates.links[offloading.tier]
+        out, back = (format_nbytes(int(rate)) for rate in (link.out_bytes_per_second, link.in_bytes_per_second))
+        say(
+            f"MemOpt: nothing is parked in the {offloading.tier} tier: no plan that parks was found to be faster than "
+            f"recomputation alone. Copies were measured: {out} a second out, {back} back"
+        )
+    return Solved(frontier, plan, above)
+
+
+def frontier_of(
+    graph: Graph, offloading: Offloading, say: Say, machine: Machine, limit_nbytes: int | None = None
+) -> planner.Frontier:
+    """The frontier of this graph, with parked tensors where the config allows them, and with more plans for one limit."""
+    say(f"MemOpt: solving for {len(graph.ops)} ops, {len(graph.saves)} saved tensors")
+    tuned_nbytes = _tuned_nbytes(graph)
+    if tuned_nbytes:
+        say(
+            f"MemOpt: {format_nbytes(tuned_nbytes)} of results of convolutions are kept, because cuDNN chooses algorithms by "
+            "time in each thread; for smaller budgets set torch.backends.cudnn.benchmark = False before the first step"
+        )
+    spoil_open_meters()
+    return offloading.frontier(
+        planner.solve(
+            graph,
+            replace(machine, overhead=costs.overhead(graph, offloading.device)),
+            objective=offloading.config.objective,
+            limit_seconds=offloading.config.solver_seconds,
+            search_seconds=worth(graph, offloading.config),
+            budgets=() if limit_nbytes is None else (limit_nbytes,),
+            say=lambda line: say(f"MemOpt:   {line}"),
+            detail=_detail if offloading.config.verbose else logs.silent,
+            clock=times.current.solver_clock(thread_time),
+        )
+    )
+
+
+def budget_for(needed_nbytes: int, config: MemOptConfig) -> str:
+    """The budget that a user has to set for a plan that needs these bytes, as every message names it."""
+    budget_nbytes = needed_nbytes + config.headroom
+    return f"budget={budget_nbytes} or more ({format_nbytes(budget_nbytes)})"
+
+
+def _detail(text: str) -> None:
+    logs.detail(f"MemOpt:   {text}")
+
+
+def _tuned_nbytes(graph: Graph) -> int:
+    """Bytes of saved tensors that a convolution made and that do not run again, because cuDNN chooses by time."""
+    made = {t for op in graph.forward if is_tuned(op.name, graph.device) for t in op.outputs}
+    return sum(graph.tensors[t].nbytes for t in made & {save.tensor for save in graph.saves})
+
+
+def chosen(
+    frontier: planner.Frontier, graph: Graph, limit_nbytes: int | None, config: MemOptConfig, say: Say
+) -> tuple[Plan, str | None]:
+    """The plan for `limit_nbytes` (None: the smallest that `max_slowdown` allows), and None. Where no plan fits: the smallest
+    plan, and a warning's text.
+
+    Raises InfeasibleError where no plan fits and `on_exceed` is "raise". Otherwise training goes on, because parameters have
+    been updated already.
+    """
+    is_above = False
+    try:
+        if limit_nbytes is None:
+            plan = frontier.smallest_plan(most_extra_seconds(graph, config))
+        else:
+            plan = frontier.plan(limit_nbytes)
+    except InfeasibleError as error:
+        if config.on_exceed == "raise" or error.smallest_nbytes is None:
+            raise
+        is_above = True  # not the error, whose frames would hold the batch
+        plan = frontier.plan(error.smallest_nbytes)
+    compiled = any(op.name == COMPILED for op in graph.ops)
+    machine, before = frontier.machine, "as compiled" if compiled else "unmodified"
+    unmodified_nbytes = unmodified_peak(machine.usual_step(graph), machine)
+    say(
+        f"MemOpt: plan in force: predicted peak {format_nbytes(plan.predicted.needed_nbytes)} of "
+        f"{format_nbytes(plan.budget_nbytes)}, {before} {format_nbytes(unmodified_nbytes)}; extra "
+        f"{1e3 * plan.predicted.seconds:.1f} ms a step, no plan below {1e3 * plan.lower_bound_seconds:.1f} ms; "
+        f"solved in {frontier.seconds:.1f} s"
+    )
+    if len(plan.updates) < len(graph.updates):
+        say(
+            f"MemOpt: {len(plan.updates)} of {len(graph.updates)} parameters are updated in backward: the budget needs no "
+            "more, and updates of single parameters take longer"
+        )
+    if config.verbose:
+        _detail(f"the plan is by {plan.solver}")
+    if is_above:
+        return plan, (
+            f"the budget is not kept: no plan of this step fits {limit_nbytes} bytes. The smallest one is in force. Set "
+            f"{budget_for(plan.budget_nbytes, config)}. {advice(graph, plan.lives, config)}"
+        )
+    if limit_nbytes is None and plan.budget_nbytes > frontier.smallest_nbytes:
+        say(
+            f"MemOpt: smaller plans, down to {format_nbytes(frontier.smallest_nbytes)}, would take more than "
+            f"{config.max_slowdown:g} times as long as the unmodified step (max_slowdown)"
+        )
+    if frontier.smallest_nbytes >= unmodified_nbytes:
+        step = "step as it is compiled now" if compiled else "unmodified step"
+        say(f"MemOpt: no plan is smaller than the {step}. {advice(graph, plan.lives, config)}")
+    return plan, None

@@ -1,0 +1,149 @@
+"""The step that a session is observing. A thread observes one step at a time; a step that leads to no graph is given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from lightning_memopt.config import MemOptConfig
+from lightning_memopt.device.places import is_on
+from lightning_memopt.graph import Graph
+from lightning_memopt.session.observe.effort import Effort
+from lightning_memopt.session.observe.observation import Observation, observing
+from lightning_memopt.session.observe.observing import Observing, Waiting
+from lightning_memopt.session.observe.silence import BLOCKED, GIVEN_UP, SLOW, Silence
+from lightning_memopt.session.observe.workspaces import take_workspaces
+from lightning_memopt.units import format_nbytes
+
+Say = Callable[[str], None]
+_ANNOUNCED = 4
+"""The most lines of a run that say that steps are observed: there may be a state for each of many shapes."""
+_IDLE = 3
+"""After more forwards in evaluation than this, an observed step is given up."""
+
+
+class ObservedStep:
+    """The step that is being observed.
+
+    now: its observation, None while no step is observed.
+    effort: how much may be observed.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], config: MemOptConfig, effort: Effort) -> None:
+        self.now: Observation | None = None
+        self.effort = effort
+        self._model = model
+        self._optimizers = optimizers
+        self._config = config
+        self._opaque_ops: dict[str, str] = {}  # ops that gave other bits when they ran again, in any observed step
+        self._idle = self._announced = 0
+
+    def announce(self, state: Observing, device: torch.device, budget_nbytes: int | None, say: Say) -> None:
+        """Say how many steps of this state are observed: once for a state, and for the first states of the run."""
+        if state.announced or self._announced == _ANNOUNCED:
+            return
+        state.announced = True
+        self._announced += 1
+        steps = "1 step" if state.steps == 1 else f"{state.steps} steps"
+        within = f" within {format_nbytes(budget_nbytes)}" if budget_nbytes else ""
+        last = "; later ones, for batches of other shapes, are not announced" if self._announced == _ANNOUNCED else ""
+        say(f"MemOpt: observing {steps} on {device}{within}{last}")
+        others = sorted({str(p.device) for p in self._model.parameters() if not is_on(device, p.device)})
+        if others and self._announced == 1:
+            say(
+                f"MemOpt: parameters are on {', '.join(others)} as well. The budget is that of {device}, and nothing is "
+                "planned elsewhere. Put the model on one device to plan all of it."
+            )
+
+    def begin(self, state: Observing | Waiting, device: torch.device, limit_nbytes: int | None) -> Observation:
+        """A step of this state begins to be observed."""
+        take_workspaces(self._model, device)
+        verify = meter = False
+        fixed: frozenset[int] = frozenset()
+        if isinstance(state, Observing):
+            # all are metered: the plan may be made of any of them (`common` in graphs.py)
+            verify, meter, fixed = self._config.verify and not state.graphs and not state.early_known, True, state.fixed
+        self.effort.begins()
+        early = isinstance(state, Observing) and (state.for_early or state.early_known)
+        self.now = Observation(
+            self._model,
+            self._optimizers,
+            device,
+            limit_nbytes,
+            verify,
+            meter,
+            fixed,
+            self._opaque_ops,
+            self._config.recompute,
+            one_of_many=self.effort.looks_at_last and not early,
+        )
+        return self.now
+
+    def passes_over(self, silence: Silence) -> bool:
+        """Whether the forward that begins is not observed; `silence` is told why. Counts it."""
+        looks = self.effort.looks_at(piles=self.now is not None and self.now.is_held)
+        if self.now is not None:
+            if not looks:
+                self.now.abandon()  # a later forward of this step may be observed
+            return not looks
+        if observing():  # a step of another model (a GAN's generator and discriminator): this one must wait
+            silence.forward(False, BLOCKED)
+            return True
+        if looks and not self.effort.is_due():
+            silence.forward(False, SLOW)
+            return True
+        return not looks or self.effort.rests()
+
+    def overtaken(self) -> None:
+        """A forward of another signature begins before the observed one has had a backward."""
+        self.effort.pile += self.now is not None and self.now.is_held
+        self.abandon()
+
+    def trains(self) -> None:
+        """A forward of training begins."""
+        self._idle = 0
+
+    def evaluates(self, silence: Silence) -> None:
+        """A forward of evaluation begins. After more than `_IDLE` of them in a row, the observed step is given up."""
+        if self.now is not None:
+            self._idle += 1
+            if self._idle > _IDLE:
+                self.abandon(silence)
+
+    def finish(self) -> Graph | None:
+        """The step has ended. Returns its graph; None without a forward or a backward (`training_step` gave None)."""
+        try:
+            graph = self.now.finish() if self.now is not None and self.has_backward else None
+        finally:
+            self.abandon()
+        if graph is None or all(op.phase != "backward" for op in graph.ops):
+            return None
+        self.effort.succeeded()
+        return graph
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether a backward of the observed forward was seen."""
+        return self.now is not None and self.now.has_backward
+
+    def update_begins(self) -> None:
+        """An optimizer's update begins."""
+        if self.now is not None:
+            self.now.update_begins()
+
+    def update_ended(self) -> None:
+        """An optimizer's update is over."""
+        if self.now is not None:
+            self.now.update_ended()
+
+    def abandon(self, silence: Silence | None = None) -> None:
+        """Stop observing this step. `silence` counts it as given up; None where the step is over."""
+        now, self.now = self.now, None
+        if now is not None:
+            if silence is not None:
+                silence.missed(GIVEN_UP)
+            now.abandon()
+            self.effort.evicts = self.effort.evicts or now.evicted
+            self.effort.ends()

@@ -1,0 +1,89 @@
+"""Tensors that are in memory before a step begins and after it: parameters, buffers, gradients, optimizer state, the batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_memopt.device.places import is_on, on_host
+from lightning_memopt.graph import BEFORE, Graph
+from lightning_memopt.graph.model import Kind
+from lightning_memopt.native import counter
+from lightning_memopt.record import is_plain
+from lightning_memopt.session.forward.leaves import leaves_of
+from lightning_memopt.session.observe.graphs import pieces
+from lightning_memopt.torch_private import gradient_of, local_tensor
+
+Named = tuple[torch.Tensor, Kind, str]
+"""A tensor, its kind, and its name."""
+
+
+def resident_tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], batch: Any) -> Iterator[Named]:
+    """Everything the budget counts before a step begins: parameters, buffers, gradients, optimizer state, the batch.
+
+    Of a distributed tensor, the part in this process.
+    """
+    for name, p in model.named_parameters():
+        yield local_tensor(p), "parameter", name
+        gradient = gradient_of(p)
+        if gradient is not None:
+            yield local_tensor(gradient), "gradient", f"{name}.grad"
+    for name, b in model.named_buffers():
+        yield b, "buffer", name
+    yield from state_tensors(optimizers)
+    yield from batch_tensors(batch)
+
+
+def batch_tensors(batch: Any) -> Iterator[Named]:
+    for t in leaves_of(batch):
+        if isinstance(t, torch.Tensor):
+            yield t, "input", "batch"
+
+
+def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Named]:
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for t in leaves_of(state):
+                if isinstance(t, torch.Tensor):
+                    yield local_tensor(t), "optimizer_state", "optimizer state"
+
+
+def sizes(tensors: Iterable[Named], device: torch.device) -> list[int]:
+    """Bytes of each of the distinct storages of these tensors on the device."""
+    seen = {}
+    for t, _, _ in tensors:
+        if is_on(device, t.device) and t.layout is torch.strided:
+            storage = t.untyped_storage()
+            seen[storage._cdata] = storage.nbytes()
+    return list(seen.values())
+
+
+def resident_nbytes(tensors: Iterable[Named], device: torch.device) -> int:
+    """Bytes of the distinct storages of these tensors on the device."""
+    return sum(sizes(tensors, device))
+
+
+def foreign_nbytes(tensors: Iterable[Named]) -> int:
+    """Bytes of the distinct CPU storages of these tensors that torch's allocator did not allocate: numpy's, shared ones, those
+    of a file. 0 without the native counter.
+    """
+    seen, counts = {}, counter()
+    if counts is None:
+        return 0
+    for t, _, _ in tensors:
+        if on_host(t.device) and is_plain(t):
+            storage = t.untyped_storage()
+            if not counts.counts(storage):
+                seen[storage._cdata] = storage.nbytes()
+    return sum(seen.values())
+
+
+def state_made(graph: Graph, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> tuple[int, ...]:
+    """Bytes of each tensor of optimizer state after a step, beyond the state with which its graph began."""
+    before = [t.nbytes for t in graph.tensors if t.kind == "optimizer_state" and t.born_at == BEFORE]
+    now = sizes(state_tensors(optimizers), device)
+    return pieces(max(0, sum(now) - sum(before)), (Counter(now) - Counter(before)).elements())

@@ -1,0 +1,131 @@
+"""Which tensors a session may park in which forms, the rates of this machine's links and codecs, and the depots.
+
+Nothing is measured or allocated before a plan is solved for a budget that the unmodified step exceeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+
+import torch
+
+from lightning_memopt.config import MemOptConfig
+from lightning_memopt.device.places import on_host
+from lightning_memopt.errors import ConfigError
+from lightning_memopt.graph import BEFORE, Graph
+from lightning_memopt.plan import Plan
+from lightning_memopt.plan.rates import MachineRates
+from lightning_memopt.runtime.codecs import NAMES, codec
+from lightning_memopt.runtime.parked import Depot
+from lightning_memopt.runtime.tiers.scratch import Scratch
+from lightning_memopt.session import times
+from lightning_memopt.session.observe import costs
+from lightning_memopt.session.observe.saved_readers import bears_errors, needs
+from lightning_memopt.session.parking.depots import Depots
+from lightning_memopt.session.parking.joint_frontier import JointFrontier
+from lightning_memopt.solvers import joint
+from lightning_memopt.solvers.planner import Frontier
+from lightning_memopt.trace.link import measure
+
+LEAST_NBYTES = 4096
+"""Smaller tensors are not parked: a copy or a codec takes more time than it is worth."""
+LOSSY = "block8"
+"""The codec of compress="lossy"."""
+_PROBE_NBYTES = 32 << 20
+
+
+class Offloading:
+    """The tensors that a session may park, and their forms (see the module).
+
+    tier: the name of the tier; "" without offload.
+    codec: the name of the codec that the config asks for; "" without one.
+    depots: the depots of the plans in force.
+    """
+
+    def __init__(self, device: torch.device, config: MemOptConfig) -> None:
+        self.device, self.config = device, config
+        name, directory = config.offload_to
+        self.tier = {"none": "", "auto": "" if on_host(device) else "host"}.get(name, name)
+        if self.tier == "host" and on_host(device):
+            raise ConfigError("offload='host' parks in the memory that the budget counts; on the CPU, use 'disk'.")
+        self.codec = {"lossy": LOSSY, "none": "", "lossless": ""}.get(config.compress, config.compress)
+        self.depots = Depots(device, directory)
+
+    def check(self) -> None:
+        """Before anything runs: raise OffloadError where the directory of the disk tier cannot be used."""
+        if self.tier == "disk":
+            Scratch(0, self.depots.directory).close()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything may be parked."""
+        return bool(self.tier) or self.config.compress != "none"
+
+    @property
+    def _gated(self) -> str:
+        """The form of the codec for results of ReLU: values above 0 stay above 0. "" where the codec has no such form."""
+        return self.codec.replace("block", "gated") if self.codec.startswith("block") else ""
+
+    @cached_property
+    def rates(self) -> MachineRates:
+        """The rates of the tier and of the codecs, measured once, in less than a second."""
+        return times.current.of_transfers(self._measured)
+
+    @property
+    def measured(self) -> MachineRates | None:
+        """The rates if they were needed; else None, and nothing is measured."""
+        rates: MachineRates | None = vars(self).get("rates")
+        return rates
+
+    def _measured(self) -> MachineRates:
+        used = {"bools", "positive", self.codec, self._gated} & set(NAMES) if self.config.compress != "none" else set()
+        tiers = [self.depots.tier(self.tier, _PROBE_NBYTES)] if self.tier else []
+        try:
+            codecs = [codec(name) for name in sorted(used)]
+            return costs.in_own_thread(lambda: measure(tiers, self.device, codecs), self.device)
+        finally:
+            for tier in tiers:
+                tier.close()
+
+    def forms(self, graph: Graph) -> dict[int, list[joint.Form]]:
+        """The forms in which each tensor of the forward may be parked."""
+        forms: dict[int, list[joint.Form]] = {}
+        for op in graph.forward:
+            for t in op.outputs:
+                tensor = graph.tensors[t]
+                if tensor.nbytes < LEAST_NBYTES or tensor.born_at == BEFORE:
+                    continue
+                forms[t] = codes = self._codes(graph, t)
+                if self.tier:
+                    forms[t] = [(self.tier, tensor.nbytes), *codes, *((f"{code}@{self.tier}", n) for code, n in codes)]
+        return forms
+
+    def _codes(self, graph: Graph, t: int) -> list[joint.Form]:
+        """The codecs in which a tensor may be parked: lossless ones that suit backward, or the one that the config asks for."""
+        tensor = graph.tensors[t]
+        if self.config.compress == "none" or not tensor.dtype:
+            return []
+        dtype, names = getattr(torch, tensor.dtype), []
+        if dtype is torch.bool:
+            names.append("bools")
+        elif (rectified := graph.producers[t].name.startswith("aten::relu")) and needs(graph, t) <= {"sign", "shape"}:
+            names.append("positive")
+        elif self.codec and bears_errors(graph, t):
+            names.append(self.codec)
+        elif rectified and self._gated and bears_errors(graph, t, gated=True):
+            names.append(self._gated)
+        accepted = (codec(name) for name in names)
+        return [(c.name, c.encoded_nbytes(tensor.size, dtype)) for c in accepted if c.accepts(tensor.size, dtype)]
+
+    def frontier(self, frontier: Frontier) -> Frontier:
+        """The frontier, widened by plans that park tensors where any may be parked."""
+        return JointFrontier.of(frontier, self) if self.wanted else frontier
+
+    def depot_of(self, plan: Plan, in_force: Iterable[Plan] | None = None) -> Depot | None:
+        """See `Depots.of`."""
+        return self.depots.of(plan, in_force)
+
+    def close(self) -> None:
+        """Close all tiers, as soon as nothing is parked there."""
+        self.depots.close()
