@@ -11,6 +11,7 @@ from torch import nn
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.device.backends import backend_of
 from lightning_memopt.errors import ConfigError
+from lightning_memopt.session.parts import Part
 from lightning_memopt.units import format_nbytes
 
 
@@ -51,7 +52,7 @@ EVERY = 16
 """After so many planned steps, the memory that other programs leave is read again."""
 
 
-class Neighbours:
+class Neighbours(Part):
     """Checks how much memory other programs leave on a device while planned steps run. The CUDA runtime knows it, for slices of
     a GPU as well.
     """
@@ -61,8 +62,10 @@ class Neighbours:
         self._steps = 0
         self._said = False
 
-    def step(self) -> None:
-        """A planned step is over. Warns when the budget is no longer free, and again only after it was free in between."""
+    def step_ended(self, planned: bool) -> None:
+        """See `Part`. Warns when the budget is no longer free, and again only after it was free in between."""
+        if not planned:
+            return
         self._steps += 1
         if self._steps % EVERY or self.budget_nbytes is None:
             return

@@ -28,6 +28,7 @@ from lightning_memopt.session.measure.peak_meter import in_compiled_code
 from lightning_memopt.session.observe.costs import of_early_update
 from lightning_memopt.session.observe.final_gradients import late
 from lightning_memopt.session.observe.observation import Observation
+from lightning_memopt.session.parts import Part
 from lightning_memopt.session.ranks.processes import names_of, of_processes
 from lightning_memopt.torch_private import gradient_of, local_tensor
 
@@ -86,7 +87,7 @@ def wanted(
     return EarlyUpdating(model, optimizers[0], always, say, reasons)
 
 
-class EarlyUpdating:
+class EarlyUpdating(Part):
     """Early updates for one model and its one optimizer.
 
     always: raise where early updates are not possible; else `say` so.
@@ -197,10 +198,15 @@ class EarlyUpdating:
             self.late.add(name)
             self._touched_names.add(name)
 
-    def update_begins(self) -> None:
-        """The optimizer is about to step. Raises UpdatesInBackwardError where options, gradients, weights or state have changed
-        since parameters were updated early: the usual update would use the new ones.
+    def update_begins(self, own: bool, closure: bool) -> None:
+        """See `Part`. Raises UpdatesInBackwardError where options, gradients, weights or state have changed since parameters
+        were updated early, because the usual update would use the new ones; and with "always" and a closure.
         """
+        self.updates.stop_reading()  # the optimizer reads gradients
+        if closure:
+            self._refuse(_CLOSURE)
+        if not own:
+            return
         if not self.updates.updated:
             if self.updates.touched():  # by no op: it is not known which ones
                 self.late |= set(self._names.values())
@@ -219,7 +225,7 @@ class EarlyUpdating:
             return
         raise self._too_late(what, fix)
 
-    def evaluates(self) -> None:
+    def evaluates(self, within_step: bool) -> None:
         """The model is called in evaluation. Raises UpdatesInBackwardError where parameters were updated before the step."""
         self._comes(_EVALUATED)
 
@@ -227,8 +233,8 @@ class EarlyUpdating:
         """An optimizer steps that is none of the run's. Raises as `evaluates` does."""
         self._comes(_STRANGER)
 
-    def forward_begins(self) -> None:
-        """A forward of training begins. Raises as `evaluates` does."""
+    def call_begins(self) -> None:
+        """The model is called in training. Raises as `evaluates` does."""
         self._comes(_CALLED)
         self.updates.stop_reading()
 
@@ -314,14 +320,6 @@ class EarlyUpdating:
                 return self._refuse(_OTHER_RANK)
         return True
 
-    def step_begins(self, closure: bool) -> None:
-        """An optimizer's step begins, which reads gradients. Where it got a closure, nothing can be updated early: raises
-        UpdatesInBackwardError with "always".
-        """
-        self.updates.stop_reading()
-        if closure:
-            self._refuse(_CLOSURE)
-
     def seconds(self, device: torch.device) -> float:
         """Seconds that each early update costs, by which a plan chooses; 0 where all that may be early are to be."""
         return 0.0 if self.always else of_early_update(self.updates.optimizer, device)
@@ -331,9 +329,12 @@ class EarlyUpdating:
         """Names of the parameters that are updated early."""
         return self.learnt - self.late
 
-    def step_ended(self) -> None:
+    def step_ended(self, planned: bool) -> None:
         self._marked = False
         self.updates.step_ended()
+
+    def close(self) -> None:
+        self.updates.given_up()
 
     def _final(
         self, observation: Observation | None, chosen: Collection[str], p: torch.Tensor

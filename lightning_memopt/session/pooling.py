@@ -15,7 +15,8 @@ from lightning_memopt.device.backends import current_stream
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.device.places import on_host
 from lightning_memopt.runtime.pool import ALIGNMENT, Addresses, LoggedStep, PoolStatus, PoolWindows, Solve, StreamWindows
-from lightning_memopt.session.judge.states import Running, State
+from lightning_memopt.session.judge.states import Running
+from lightning_memopt.session.parts import Part
 from lightning_memopt.solvers.placement import Buffer, place_cyclic
 from lightning_memopt.units import format_nbytes
 
@@ -27,7 +28,7 @@ _open: weakref.WeakSet[Pooling] = weakref.WeakSet()
 """The session that has the pool of the process; none or one."""
 
 
-class Pooling:
+class Pooling(Part):
     """The planned pool of one session, where `pool="planned"` asks for one and it is possible; else nothing happens.
 
     A step begins with its first forward and ends where the next step begins. So what is freed after the update, or at the
@@ -39,11 +40,8 @@ class Pooling:
         self._windows: PoolWindows | StreamWindows | None = None
         self._reason: str | None = None
 
-    def forward_begins(self, state: State, limit_nbytes: int | None, first: bool) -> None:
-        """A forward of training begins, in this state of its signature. `limit_nbytes`: the budget without the headroom; None
-        for "min". `first`: it is the first forward of its step.
-        """
-        if self._config.pool is None or not first:
+    def step_begins(self, state: object, limit_nbytes: int | None) -> None:
+        if self._config.pool is None:
             return
         if self._windows is None and self._reason is None:
             self._opens()
@@ -59,6 +57,9 @@ class Pooling:
         """A forward of evaluation begins. Within a step, its requests fall through, and the step goes on."""
         if not within_step:
             self.rests()
+
+    def evaluation_begins(self) -> None:
+        self.rests()
 
     def rests(self) -> None:
         """No training step runs until the next one begins."""

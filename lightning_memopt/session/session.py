@@ -1,8 +1,16 @@
-"""A session: one model, its optimizers, one budget. Each input signature has a state (states.py).
+"""A session: one model, its optimizers, one budget. Events of a training loop come in here; the rooms decide what they mean.
 
-An adapter (strategy, `optimize`) delimits steps: `round(batch)` around every forward, `update_begins` and `update_ended`
-around every optimizer's update. A step ends when all optimizers of this model have updated, or when the next forward begins
-(`ends.py`). `round.py` decides where a forward begins and ends, `agreement.py` what all ranks decide.
+    event                                 who says what follows
+    `round`          a forward begins     forward: where it begins and ends, what records it; cache: the state of its signature
+    `last_backward`  around a backward    early_updates: which parameters are updated in it
+    `update_begins`  an update begins     decide: whether any plan will fit, before the first update
+    `update_ended`   an update is over    ends: whether it ends the step
+    `step_ended`     the step is over     measure: its peak. Of an observed step: observe gives the graph, decide the plan.
+                                          Of a planned one: judge keeps the plan, replaces it, or has the step observed again
+    `evaluating`     evaluation begins    nothing is observed or measured until the next step
+    `close`          the run is over
+
+What only some sessions need (compiled regions, other ranks, a pool, parked tensors, early updates) is a part (parts.py).
 """
 
 from __future__ import annotations
@@ -38,7 +46,7 @@ from lightning_memopt.session.forward.shapes import Entry, Signature, signature_
 from lightning_memopt.session.given_plan import read_given, write_status
 from lightning_memopt.session.history import History
 from lightning_memopt.session.judge.states import Running, State
-from lightning_memopt.session.measure.peak_meter import Metering, in_compiled_code
+from lightning_memopt.session.measure.peak_meter import Measured, Metering, in_compiled_code
 from lightning_memopt.session.observe.effort import Effort
 from lightning_memopt.session.observe.observation import Observation
 from lightning_memopt.session.observe.observed_step import ObservedStep
@@ -46,6 +54,7 @@ from lightning_memopt.session.observe.observing import Observing, Waiting
 from lightning_memopt.session.observe.resident import resident_tensors
 from lightning_memopt.session.observe.silence import WAITS, Silence, gradients_are_recorded, trains
 from lightning_memopt.session.parking.offloading import Offloading
+from lightning_memopt.session.parts import Parts
 from lightning_memopt.session.pooling import Pooling
 from lightning_memopt.session.ranks.agreement import Agreement
 from lightning_memopt.session.regions.compiled_regions import CompiledRegions
@@ -77,26 +86,28 @@ class Session:
         self.model, self._parameters = model, Parameters(model)
         self.device, self.optimizers, self.config = device_of(model), list(optimizers), config
         self.enabled = not disabled() and supported()
-        self._agreement = Agreement(model, config, self.enabled)
+        self._parts = Parts()
+        self._agreement = self._parts.add(Agreement(model, config, self.enabled))
         self.say = self._agreement.first_rank_says(say)
         self.budget_nbytes = budget_on(self.device, config) if self.enabled else None
-        self.rounds, self._plan_cache, self.history = Rounds(), PlanCache(config), History(config.report is not None)
+        self.rounds, self._sequence, self._ends, self._step = Rounds(), Sequence(), Ends(model, self.optimizers), Step()
+        self._plan_cache, self.history = PlanCache(config), History(config.report is not None)
         self._current: State | None = None
-        self._sequence = Sequence()
         self.given = read_given(self.device, self.budget_nbytes, config) if self.enabled else None
         self._observed_step = ObservedStep(model, self.optimizers, config, Effort(bounded=self._agreement.alone))
-        self._metering, self._step, self._slowed = Metering(), Step(), False  # slowed: observed, or measured by a profiler
-        self.foresight, self._ends = Foresight(self.optimizers), Ends(model, self.optimizers)
-        self._neighbours = Neighbours(self.device, self.budget_nbytes)
-        self.silence, self._offloading = Silence(config.profile_steps), Offloading(self.device, config)
-        self._compiled = CompiledRegions(model, config, self.budget_nbytes, self.enabled, self._agreement)
-        self.pool, self._blocks = Pooling(config, self.device, self.say), CompiledBlocks(config, self.say)
+        self._metering, self._slowed = Metering(), False  # slowed: the last step was observed, or measured by a profiler
+        self.foresight, self.silence = Foresight(self.optimizers), Silence(config.profile_steps)
+        self._offloading = self._parts.add(Offloading(self.device, config))
+        self._compiled = self._parts.add(CompiledRegions(model, config, self.budget_nbytes, self.enabled, self._agreement))
+        self.pool = self._parts.add(Pooling(config, self.device, self.say))
+        blocks = self._parts.add(CompiledBlocks(config, self.say))
+        self._neighbours = self._parts.add(Neighbours(self.device, self.budget_nbytes))
         self._early: EarlyUpdating | None = None
         self._attachment: Attachment | None = None
         if self.enabled:
             refuse_sharded(model, self.device, self.budget_nbytes, config, self.say)
             self._offloading.check()
-            self._blocks.compile(model)
+            blocks.compile(model)
             self._attachment = Attachment(model, self.optimizers, self.device, self.say)  # last: only `close` ends it
 
     @contextlib.contextmanager
@@ -131,10 +142,13 @@ class Session:
 
     def update_in_backward(self, reasons: Callable[[], Iterable[Reason]] = tuple) -> None:
         """Do what `optimizer_in_backward` says (`wanted`). `reasons`: why the adapter forbids early updates."""
-        if self.enabled:
-            self._early = wanted(self.model, self.optimizers, self.config, reasons, self.say)
-        if self.given is not None and self._early is not None:
-            self._early.adopt(names_of(self.given[1], self.given[0].updates))
+        early = wanted(self.model, self.optimizers, self.config, reasons, self.say) if self.enabled else None
+        self._parts.drop(self._early)
+        self._early = None if early is None else self._parts.add(early)
+        if early is None:
+            return
+        if self.given is not None:
+            early.adopt(names_of(self.given[1], self.given[0].updates))
 
     def last_backward(self) -> contextlib.AbstractContextManager[None]:
         """Around the last backward before the optimizer's step: it may update parameters early."""
@@ -161,18 +175,13 @@ class Session:
         Raises InfeasibleError where the first step shows that no plan will fit.
         """
         self.rounds.shut()
-        observation = self._observed_step.now
-        if self._early is not None:
-            self._early.step_begins(closure)
+        observation, own = self._observed_step.now, self._ends.owns(optimizer)
+        for tell in self._parts.update_begins:
+            tell(own, closure)
         self._metering.span_begins(optimizer, observation)
-        if not self._ends.owns(optimizer):
-            self._observed_step.update_begins()
-            return
-        if self._early is not None:
-            self._early.update_begins()
-        self._look_ahead(observation)
-        if observation is not None:
-            observation.update_begins()
+        if own:
+            self._look_ahead(observation)
+        self._observed_step.update_begins()
 
     def closure_ran(self) -> None:
         """The forward and backward inside of a step are over. Raises as `update_begins` does."""
@@ -215,37 +224,35 @@ class Session:
         self._ends.clear()
         self._sequence.step_ended()
         step, self._step = self._step, Step()
-        if self._early is not None:
-            self._early.step_ended()
-        self._slowed = self._metering.profiling or self._observed_step.now is not None
-        measured = self._metering.close(self._observed_step.now)
+        for tell in self._parts.step_ended:
+            tell(bool(step.plans))
+        observation, before = self._observed_step.now, self._current
+        self._slowed = self._metering.profiling or observation is not None
+        measured = self._metering.close(observation)
         peak_nbytes = None if measured is None else measured.peak_nbytes
-        self.history.step_ended(*step.outcome(self._observed_step.now is not None), peak_nbytes)
-        if step.plans:
-            self._neighbours.step()
-        if isinstance(before := self._current, Observing | Waiting):
+        self.history.step_ended(*step.outcome(observation is not None), peak_nbytes)
+        if isinstance(before, Observing | Waiting):
             with self._agreement.planning():
                 self._end_observed(before)
         if isinstance(before, Running) and before.is_given:
             self._plan_cache.turned_out(before, self._sequence.last)
+        self._judge(step, measured)
+        self._observed_step.step_ended(self.say)
+        self._plan_cache.step_ended(before, bool(step.plans), peak_nbytes, self.budget_nbytes)
+        self.silence.step_ended()
+        self._metering.between.step_ended(bool(step.plans), self.device, self.budget_nbytes)
+
+    def _judge(self, step: Step, measured: Measured | None) -> None:
+        """Each plan that was in force in a step stays so, or its state has a successor."""
         largest = step.largest
         for state in step.plans:
-            after = state.step_ended(self.say, peak_nbytes)
+            after = state.step_ended(self.say, None if measured is None else measured.peak_nbytes)
             if after is state and measured is not None:
                 if state is largest:
                     after = state.measured(*measured, self.budget_nbytes, self.config, self.say)
                 else:
                     state.was_metered()
             self._become(state, after)
-        forwards = self._observed_step.effort.step_ended()
-        if forwards:
-            self.say(
-                f"MemOpt: backwards run between {forwards} forwards of a step whose graphs are all held: the plan is made for "
-                "the last forward, and takes the bytes of the others as they are"
-            )
-        self._plan_cache.step_ended(before, bool(step.plans), peak_nbytes, self.budget_nbytes)
-        self.silence.step_ended()
-        self._metering.between.step_ended(bool(step.plans), self.device, self.budget_nbytes)
 
     def trained_by(self, strangers: list[torch.optim.Optimizer]) -> None:
         """An optimizer steps that is none of the run's. `strangers`: these take the place of the run's, and are observed."""
@@ -254,6 +261,7 @@ class Session:
         if strangers:
             self._observed_step.abandon()
             self.optimizers[:] = strangers
+            self._parts.drop(self._early)
             self._ends, self._step, self._early = Ends(self.model, self.optimizers), Step(), None
             self._plan_cache.clear()
 
@@ -262,7 +270,8 @@ class Session:
         self._settle()
         self._observed_step.abandon(self.silence)
         self._metering.evaluating(self.device)
-        self.pool.rests()
+        for tell in self._parts.evaluation_begins:
+            tell()
 
     def close(self) -> None:
         """Leave every context that is still entered, and let go of what the session holds."""
@@ -272,11 +281,9 @@ class Session:
             self._observed_step.abandon()
         self._ends.clear()
         self._step.plans.clear()
-        if self._early is not None:
-            self._early.updates.given_up()
-        measuring = self._metering, self._metering.between
-        for part in (self._agreement, *measuring, self._offloading, self._compiled, self.pool, self._blocks):
-            part.close()
+        self._metering.end()
+        for close in self._parts.close:
+            close()
         if self._attachment is not None:
             self._attachment.leave()
 
@@ -331,73 +338,112 @@ class Session:
         if self._ends.awaited or (self._step.began and self._ends.written_by_hand(self._observed_step.now)):
             self.step_ended()
         if not trains(self.model):
-            if self._early is not None:
-                self._early.evaluates()
             self._observed_step.evaluates(self.silence)
-            self.pool.evaluates(within_step=self._step.began)
+            for tell in self._parts.evaluates:
+                tell(self._step.began)
 
     def _begin_round(self, batch: Any, part: int | Entry) -> Recording | None:
+        """A call of the model begins: settle what came before, decide which state serves it, and give what records it."""
         if isinstance(part, int) and part:  # else `round` has just done so
             self._settle()
-        if rebuild_buckets(self.model) and self._early is not None and self.plan is not None:
-            self.say("MemOpt: DistributedDataParallel has made its buckets anew; observing again")
-            self._plan_cache.clear()
-        if self._early is not None:
-            self._early.forward_begins()
+        for tell in self._parts.call_begins:
+            tell()
         trained = self._parameters.trained()
-        self._same_device()
+        self._has_changed()
         call = signature_of(part, trained, batch)
         if not part and (begun := self._goes_on(call)) is not None:
             self._sequence.goes_on(call)
             return begun.recording
-        no_backward = self._had_no_backward
+        state = self._enter(call, batch)
+        if not self._step.began:
+            self._step.is_nested = backward_runs()
+            for tell_state in self._parts.step_begins:
+                tell_state(state, self._limit_nbytes)
+        self._step.began = True
+        if isinstance(state, Observing | Waiting):
+            return self._observe(state, batch)
+        self.silence.heard()
+        self._ends.planned(None)
+        self._metering.begin(self.model, self.optimizers, batch, self.device, isinstance(state, Running) and state.measures)
+        return self._run(state) if isinstance(state, Running) else None
+
+    def _has_changed(self) -> None:
+        """The model may have moved to another device, or its buckets of gradients may be new: plans are made anew."""
+        if rebuild_buckets(self.model) and self._early is not None and self.plan is not None:
+            self.say("MemOpt: DistributedDataParallel has made its buckets anew; observing again")
+            self._plan_cache.clear()
+        if (device := self._parameters.device or device_of(self.model)) == self.device:
+            return
+        self.device, self.budget_nbytes = device, budget_on(device, self.config)
+        self._parts.drop(self._neighbours)
+        self._neighbours = self._parts.add(Neighbours(device, self.budget_nbytes))
+        self._parts.drop(self._offloading)
+        self._offloading.close()
+        self._offloading = self._parts.add(Offloading(device, self.config))
+        self._plan_cache.clear()
+
+    def _enter(self, call: Signature, batch: Any) -> State:
+        """A forward begins with this call: the state that serves it."""
+        no_backward, before = self._had_no_backward, self._current
         if no_backward and self._sequence.is_first:
             self._metering.begins_later()
         with self._agreement.first_forward():
             signature = self._sequence.begins(call, no_backward)
-            state = self._state_of(signature, batch)
-        before = self._current
+            for tell in self._parts.forward_begins:
+                tell(signature)
+            self._prepare(signature, batch)
+            state = self._plan_cache.enter(signature, 1 if self._plan_cache else self.config.profile_steps)
         if state is not before and self._observed_step.now is not None:
             if isinstance(before, Observing | Waiting) and self._observed_step.has_backward:
                 self._end_observed(before)  # the step goes on with another signature
             else:
                 self._observed_step.overtaken()
         self._current = state
-        self.pool.forward_begins(state, self._limit_nbytes, first=not self._step.began)
-        if not self._step.began:
-            self._step.is_nested = backward_runs()
-        self._step.began = True
-        if isinstance(state, Observing | Waiting):
-            backward = self._observed_step.has_backward
-            if self._observed_step.passes_over(self.silence):
-                return None
-            if self._observed_step.now is None:
-                if isinstance(state, Observing) and not state.graphs:
-                    self._observed_step.announce(state, self.device, self.budget_nbytes, self.say)
-                self._observed_step.begin(state, self.device, self._plan_cache.limit_nbytes(signature, self._limit_nbytes))
-            self.silence.forward(backward, WAITS if isinstance(state, Waiting) else None)
-            self._ends.observing()
-            if isinstance(state, Waiting):
-                self._metering.begin(self.model, self.optimizers, batch, self.device, wanted=False)
-            else:
-                self._metering.observing(self.device)
-            assert self._observed_step.now is not None
-            return self._observed_step.now.begin_round(batch, self._metering.possible)
-        self.silence.heard()
-        self._ends.planned(None)
-        wanted = isinstance(state, Running) and state.measures
-        self._metering.begin(self.model, self.optimizers, batch, self.device, wanted)
-        if isinstance(state, Running):
-            self._step.runs(state)
-            if state.program.empty and not state.unproven:
-                return None
-            lender = state if state.lender is None else state.lender
-            state.depot = self._offloading.depot_of(lender.plan, self._plan_cache.in_force)
-            state.learned.device = self.device
-            engine = PlannedEngine(state.learned, self.config.verify and state.verifies, state.depot, state.unproven)
-            self._ends.planned(engine)
-            return PlannedRecording(engine, self.model)
-        return None
+        return state
+
+    def _prepare(self, signature: Signature, batch: Any) -> None:
+        """Before a signature has a state: the first one gets the plan that the user gave. Raises InfeasibleError where resident
+        tensors alone exceed the budget.
+        """
+        if signature in self._plan_cache:
+            return
+        if self.given is not None and not self._plan_cache:
+            self._plan_cache[signature] = given = Running(*self.given, None)
+            given.early_known = self._early is not None
+        elif self.budget_nbytes is not None and not self._plan_cache.begins_anew:
+            resident = resident_tensors(self.model, self.optimizers, batch)
+            refuse_hopeless(resident, self.device, self.budget_nbytes, self.config.headroom)
+
+    def _observe(self, state: Observing | Waiting, batch: Any) -> Recording | None:
+        """What records a forward that is observed; None where it is passed over."""
+        backward, waits = self._observed_step.has_backward, isinstance(state, Waiting)
+        if self._observed_step.passes_over(self.silence):
+            return None
+        if self._observed_step.now is None:
+            if isinstance(state, Observing) and not state.graphs:
+                self._observed_step.announce(state, self.device, self.budget_nbytes, self.say)
+            limit_nbytes = self._plan_cache.limit_nbytes(self._sequence.expected, self._limit_nbytes)
+            self._observed_step.begin(state, self.device, limit_nbytes)
+        self.silence.forward(backward, WAITS if waits else None)
+        self._ends.observing()
+        if waits:
+            self._metering.begin(self.model, self.optimizers, batch, self.device, wanted=False)
+        else:
+            self._metering.observing(self.device)
+        assert self._observed_step.now is not None
+        return self._observed_step.now.begin_round(batch, self._metering.possible)
+
+    def _run(self, state: Running) -> Recording | None:
+        """What records a forward under the plan of this state; None where the plan changes nothing."""
+        self._step.runs(state)
+        if state.program.empty and not state.unproven:
+            return None
+        lender = state if state.lender is None else state.lender
+        state.depot = self._offloading.depot_of(lender.plan, self._plan_cache.in_force)
+        state.learned.device = self.device
+        engine = PlannedEngine(state.learned, self.config.verify and state.verifies, state.depot, state.unproven)
+        self._ends.planned(engine)
+        return PlannedRecording(engine, self.model)
 
     def _goes_on(self, call: Signature) -> Begun | None:
         """Whether this call of the model is a part of the present forward, and how it is recorded."""
@@ -428,17 +474,6 @@ class Session:
             self._sequence.ran(engine)
             if engine.is_whole:
                 self._current.compare(engine, self.config.plan)
-
-    def _state_of(self, signature: Signature, batch: Any) -> State:
-        self._compiled.runs(signature)
-        if signature not in self._plan_cache:
-            if self.given is not None and not self._plan_cache:
-                self._plan_cache[signature] = given = Running(*self.given, None)
-                given.early_known = self._early is not None
-            elif self.budget_nbytes is not None and not self._plan_cache.begins_anew:
-                resident = resident_tensors(self.model, self.optimizers, batch)
-                refuse_hopeless(resident, self.device, self.budget_nbytes, self.config.headroom)
-        return self._plan_cache.enter(signature, 1 if self._plan_cache else self.config.profile_steps)
 
     @property
     def _limit_nbytes(self) -> int | None:
@@ -471,11 +506,3 @@ class Session:
             if isinstance(new, Running):
                 self._compiled.plan_in_force(self.model)
             self._current = new if self._current is old else self._current
-
-    def _same_device(self) -> None:
-        if (device := self._parameters.device or device_of(self.model)) != self.device:
-            self.device, self.budget_nbytes = device, budget_on(device, self.config)
-            self._neighbours = Neighbours(device, self.budget_nbytes)
-            self._offloading.close()
-            self._offloading = Offloading(device, self.config)
-            self._plan_cache.clear()

@@ -27,6 +27,7 @@ class Sequence:
     """The present forward, and what followed its first call in earlier ones.
 
     now: the signature of its calls so far that run under one plan; () where none has begun.
+    expected: the signature of the calls that it is expected to have.
     last: the signature of all calls of the forward before.
     engine: gives the engine of the last call; None where that had none.
     """
@@ -36,7 +37,7 @@ class Sequence:
         self.last: Signature = ()
         self._first: Signature = ()
         self._all: Signature = ()  # the calls of the present forward
-        self._expected: Signature = ()
+        self.expected: Signature = ()
         self.engine: Callable[[], PlannedEngine | None] | None = None
         self._cursor: Cursor | None = None  # of an engine that autograd holds handles of
         self._before = 0  # forwards of this step
@@ -77,12 +78,12 @@ class Sequence:
             self.ended()
             self._all = self._first = call
         self.now = call
-        self._expected = self._expectation(call)
-        return self._expected
+        self.expected = self._expectation(call)
+        return self.expected
 
     def expects(self, call: Signature) -> bool:
         """Whether this call is expected to come next in the present forward."""
-        return bool(self.now) and goes_on_as(followed_by(self.now, call), self._expected)
+        return bool(self.now) and goes_on_as(followed_by(self.now, call), self.expected)
 
     def goes_on(self, call: Signature) -> None:
         """This call is the next one of the present forward."""

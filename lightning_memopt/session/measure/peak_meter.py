@@ -187,6 +187,11 @@ class Metering:
         self._reserved_nbytes = peak if meter is not None and backend_of(meter.device).keeps_statistics else None
         return None if meter is None or peak is None else Measured(peak, meter.base_nbytes)
 
+    def end(self) -> None:
+        """The run is over."""
+        self.close()
+        self.between.close()
+
     def span_begins(self, optimizer: torch.optim.Optimizer, observation: Observation | None = None) -> None:
         """An optimizer's step begins, or has begun. `observation`: that of the whole step."""
         if self.profiling or (observation is not None and observation.metered):

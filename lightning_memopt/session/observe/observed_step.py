@@ -133,6 +133,15 @@ class ObservedStep:
         if self.now is not None:
             self.now.update_begins()
 
+    def step_ended(self, say: Say) -> None:
+        """A step is over, observed or not."""
+        forwards = self.effort.step_ended()
+        if forwards:
+            say(
+                f"MemOpt: backwards run between {forwards} forwards of a step whose graphs are all held: the plan is made for "
+                "the last forward, and takes the bytes of the others as they are"
+            )
+
     def update_ended(self) -> None:
         """An optimizer's update is over."""
         if self.now is not None:

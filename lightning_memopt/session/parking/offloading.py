@@ -24,6 +24,7 @@ from lightning_memopt.session.observe import costs
 from lightning_memopt.session.observe.saved_readers import bears_errors, needs
 from lightning_memopt.session.parking.depots import Depots
 from lightning_memopt.session.parking.joint_frontier import JointFrontier
+from lightning_memopt.session.parts import Part
 from lightning_memopt.solvers import joint
 from lightning_memopt.solvers.planner import Frontier
 from lightning_memopt.trace.link import measure
@@ -35,7 +36,7 @@ LOSSY = "block8"
 _PROBE_NBYTES = 32 << 20
 
 
-class Offloading:
+class Offloading(Part):
     """The tensors that a session may park, and their forms (see the module).
 
     tier: the name of the tier; "" without offload.

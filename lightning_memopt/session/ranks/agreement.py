@@ -32,6 +32,7 @@ from lightning_memopt.ranks import Ranks, joins, ranks_of
 from lightning_memopt.session.decide import solving
 from lightning_memopt.session.decide.solving import Say, Solved
 from lightning_memopt.session.parking.offloading import Offloading
+from lightning_memopt.session.parts import Part
 from lightning_memopt.session.ranks import shared_plan
 from lightning_memopt.session.regions import shared_regions
 from lightning_memopt.session.regions.region_choice import Option
@@ -45,7 +46,7 @@ _FORWARD_SECONDS, _UPDATE_SECONDS, _PLAN_SECONDS = 20.0, 120.0, 600.0
 _NOTHING = contextlib.nullcontext()
 
 
-class Agreement:
+class Agreement(Part):
     """The meetings of one session (see the module). Without other ranks, it does nothing. `enabled`: the session is.
 
     early: after a meeting before an update, names of the parameters that all ranks can update early; None where the step

@@ -31,6 +31,7 @@ from lightning_memopt.record import compiled_modules
 from lightning_memopt.record.gathered import units_of
 from lightning_memopt.session.decide.foresight import unmodified_peak
 from lightning_memopt.session.measure.peak_meter import in_compiled_code
+from lightning_memopt.session.parts import Part
 from lightning_memopt.session.regions import shared_regions
 from lightning_memopt.session.regions.region_choice import Choice, Option, Stage, modelled
 from lightning_memopt.session.regions.remembered import Remembered
@@ -76,7 +77,7 @@ class Meetings(Protocol):
     def observes_again(self) -> None: ...
 
 
-class CompiledRegions:
+class CompiledRegions(Part):
     """The compiled regions of a session's model.
 
     changed: whether regions were given other options after the last observed step.
@@ -149,8 +150,7 @@ class CompiledRegions:
             return False
         return bool(compiled_modules(model)) or any(c in codes for c in {inlining_code(), *map(_forward_code, model.modules())})
 
-    def runs(self, signature: object) -> None:
-        """A forward of this signature begins."""
+    def forward_begins(self, signature: object) -> None:
         self._now = self._steps.get(signature) or _Step(choice=Choice(signature), splits=self._regions.splits)
 
     def _keep(self) -> None:

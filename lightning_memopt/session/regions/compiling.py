@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.record import compiled_modules
+from lightning_memopt.session.parts import Part
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -31,7 +32,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return list(blocks.values())
 
 
-class CompiledBlocks:
+class CompiledBlocks(Part):
     """The modules that a run compiles where its config says so. `close` makes them eager again."""
 
     def __init__(self, config: MemOptConfig, say: Callable[[str], None]) -> None:

@@ -46,11 +46,11 @@ def test_k8_memory_taken_while_training(monkeypatch: pytest.MonkeyPatch) -> None
         warnings.simplefilter("error")
         card.ours = 11 * GIB  # what this process takes is its own
         for _ in range(3 * budgets.EVERY):
-            neighbours.step()
+            neighbours.step_ended(planned=True)
     card.others = 6 * GIB
     with pytest.warns(UserWarning) as warned:
         for _ in range(5 * budgets.EVERY):
-            neighbours.step()
+            neighbours.step_ended(planned=True)
     assert len(warned) == 1
     text = str(warned[0].message)
     assert str(10 * GIB) in text and str(12 * GIB) in text and "cuda:0" in text and "other programs" in text
@@ -59,11 +59,11 @@ def test_k8_memory_taken_while_training(monkeypatch: pytest.MonkeyPatch) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2 * budgets.EVERY):
-            neighbours.step()
+            neighbours.step_ended(planned=True)
     card.others = 5 * GIB
     with pytest.warns(UserWarning, match="other programs"):  # it is said again when it happens again
         for _ in range(2 * budgets.EVERY):
-            neighbours.step()
+            neighbours.step_ended(planned=True)
 
 
 def test_k8_costs_nothing_on_the_cpu_and_little_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,11 +72,11 @@ def test_k8_costs_nothing_on_the_cpu_and_little_elsewhere(monkeypatch: pytest.Mo
     for device, budget in ((torch.device("cpu"), GIB), (CUDA, None)):
         neighbours = Neighbours(device, budget)
         for _ in range(100):
-            neighbours.step()
+            neighbours.step_ended(planned=True)
     assert card.asked == 0
     neighbours = Neighbours(CUDA, GIB)
     for _ in range(4 * budgets.EVERY):
-        neighbours.step()
+        neighbours.step_ended(planned=True)
     assert card.asked == 4
 
 

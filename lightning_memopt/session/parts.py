@@ -1,0 +1,73 @@
+"""Parts: what a session has only where a config, a model or other ranks ask for it. Each is told of the moments of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+
+class Part:
+    """A part of a session. A moment for which it has no method of its own means nothing to it."""
+
+    def call_begins(self) -> None:
+        """The model is called in training."""
+
+    def forward_begins(self, signature: object) -> None:
+        """The call begins a forward, and this is the signature of that."""
+
+    def step_begins(self, state: object, limit_nbytes: int | None) -> None:
+        """The forward is the first one of a step. `state`: that of its signature. `limit_nbytes`: the budget without the
+        headroom; None for "min".
+        """
+
+    def update_begins(self, own: bool, closure: bool) -> None:
+        """An optimizer's step begins. `own`: it delimits steps of the model. `closure`: it runs forward and backward inside."""
+
+    def step_ended(self, planned: bool) -> None:
+        """The step is over. `planned`: a plan was in force in it."""
+
+    def evaluates(self, within_step: bool) -> None:
+        """A forward of evaluation begins. `within_step`: between a forward of training and its update."""
+
+    def evaluation_begins(self) -> None:
+        """The loop evaluates from now on; a step may go on afterwards."""
+
+    def close(self) -> None:
+        """The run is over. May be repeated."""
+
+
+P = ParamSpec("P")
+AnyPart = TypeVar("AnyPart", bound=Part)
+
+
+class Parts:
+    """The parts of one session. Each attribute is a moment: what to call then, of the parts to which it means something."""
+
+    def __init__(self) -> None:
+        self._parts: list[Part] = []
+        self._sort()
+
+    def add(self, part: AnyPart) -> AnyPart:
+        """The session has this part from now on."""
+        self._parts.append(part)
+        self._sort()
+        return part
+
+    def drop(self, part: Part | None) -> None:
+        """The session has this part no longer."""
+        self._parts = [other for other in self._parts if other is not part]
+        self._sort()
+
+    def _sort(self) -> None:
+        self.call_begins = self._told(Part.call_begins)
+        self.forward_begins = self._told(Part.forward_begins)
+        self.step_begins = self._told(Part.step_begins)
+        self.update_begins = self._told(Part.update_begins)
+        self.step_ended = self._told(Part.step_ended)
+        self.evaluates = self._told(Part.evaluates)
+        self.evaluation_begins = self._told(Part.evaluation_begins)
+        self.close = self._told(Part.close)
+
+    def _told(self, moment: Callable[Concatenate[Any, P], None]) -> tuple[Callable[P, None], ...]:
+        name = moment.__name__
+        return tuple(getattr(part, name) for part in self._parts if getattr(type(part), name) is not moment)
