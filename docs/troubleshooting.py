@@ -126,7 +126,7 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "The system lets this user lock less memory.",
         "Raise `ulimit -l`; until then copies are slow.",
     ),
-    ("session/agreement.py", "MemOpt: rank … decides by itself"): (
+    ("session/ranks/agreement.py", "MemOpt: rank … decides by itself"): (
         "Only a part of the ranks has opened a run.",
         "Open the run on every rank, before the first forward.",
     ),
@@ -138,14 +138,17 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Another program has memory of the device.",
         "End the other program to have all of the budget.",
     ),
-    ("session/compiled_regions.py", "MemOpt: compiled regions stay"): (
+    ("session/regions/compiled_regions.py", "MemOpt: compiled regions stay"): (
         "The ranks do not agree on what is compiled, or it cannot be planned.",
         "Make the change that the line names, or leave the model eager.",
     ),
-    ("session/compiled_regions.py", "MemOpt: compiling"): ("The step does not fit with the present regions.", NOTHING),
-    ("session/compiled_regions.py", "MemOpt: … of … compiled regions"): ("Regions have plans from an earlier run.", NOTHING),
-    ("session/compiling.py", "MemOpt: compiling"): ("`compile=True` was given.", NOTHING),
-    ("session/compiling.py", "MemOpt: the model is compiled already"): ("You compile it, too.", "Leave one out."),
+    ("session/regions/compiled_regions.py", "MemOpt: compiling"): ("The step does not fit with the present regions.", NOTHING),
+    ("session/regions/compiled_regions.py", "MemOpt: … of … compiled regions"): (
+        "Regions have plans from an earlier run.",
+        NOTHING,
+    ),
+    ("session/regions/compiling.py", "MemOpt: compiling"): ("`compile=True` was given.", NOTHING),
+    ("session/regions/compiling.py", "MemOpt: the model is compiled already"): ("You compile it, too.", "Leave one out."),
     ("session/early_updates.py", "MemOpt: parameters are updated after backward"): (
         "Early updates would change this training; the line says why.",
         "See [early updates](#why-parameters-are-not-updated-early).",
@@ -154,93 +157,94 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "The others are shared, read later, or get their gradient in parts.",
         NOTHING,
     ),
-    ("session/failed.py", "MemOpt: a step without a plan"): (
+    ("session/observe/failed.py", "MemOpt: a step without a plan"): (
         "The step needs more than the budget, and nothing lowers it.",
         "Mend why there is no plan, make the batch smaller, or the budget larger.",
     ),
-    ("session/foresight.py", "MemOpt: the step does not fit"): ("The unmodified step is above the budget.", NOTHING),
+    ("session/decide/foresight.py", "MemOpt: the step does not fit"): ("The unmodified step is above the budget.", NOTHING),
     ("session/pooling.py", "MemOpt: no planned pool:"): (
         "The pool cannot be installed, for the reason named.",
         "Leave `pool` out, or end the other run that has it.",
     ),
     ("session/pooling.py", "MemOpt: planned pool in force"): ("The arena is there.", NOTHING),
     ("session/session.py", "MemOpt: DistributedDataParallel"): ("DDP orders its buckets after the first step.", NOTHING),
-    ("session/silence.py", "MemOpt: batches of ever new shapes"): (
+    ("session/observe/silence.py", "MemOpt: batches of ever new shapes"): (
         "Each plan serves batches of one size, or a little smaller ones.",
         "Pad batches to a few lengths, or sort them by length.",
     ),
-    ("session/silence.py", "MemOpt: there is no plan yet"): (
+    ("session/observe/silence.py", "MemOpt: there is no plan yet"): (
         "No whole step was seen; the line says what is missing.",
         "See [no plan yet](#why-there-is-no-plan-yet).",
     ),
-    ("session/silence.py", "MemOpt: …"): (
+    ("session/regions/compiled_regions.py", "MemOpt: …"): (
         "Nothing can be rebuilt inside of compiled code: its backend or its kind has no joint graph that could be changed.",
         "Leave these layers eager, or compile with the backend that the line names.",
     ),
-    ("session/solving.py", "MemOpt:   …"): ("What the solver is doing, at `logging.DEBUG`.", NOTHING),
-    ("session/solving.py", "MemOpt: no plan is smaller"): (
+    ("session/decide/solving.py", "MemOpt:   …"): ("What the solver is doing, at `logging.DEBUG`.", NOTHING),
+    ("session/decide/solving.py", "MemOpt: no plan is smaller"): (
         "No tensor that a plan could drop is in memory at the peak.",
         "One of the remedies at the end of the line.",
     ),
-    ("session/solving.py", "MemOpt: nothing is parked"): (
+    ("session/decide/solving.py", "MemOpt: nothing is parked"): (
         "To run ops again takes less time than to copy their results over this link, or no plan that parks was found in time.",
         "Nothing: the plan keeps the budget. `recompute=False` parks whatever the link's speed.",
     ),
-    ("session/solving.py", "MemOpt: … of results of convolutions"): (
+    ("session/decide/solving.py", "MemOpt: … of results of convolutions"): (
         "`torch.backends.cudnn.benchmark` is on, or was: cuDNN times its algorithms in each thread, and backward has another "
         "thread than the forward, so a rebuild might run another algorithm, which gives other bits.",
         "Nothing, where the budget is kept; else leave `torch.backends.cudnn.benchmark` False from the start of the process.",
     ),
-    ("session/solving.py", "MemOpt: plan in force"): ("A plan was found.", NOTHING),
-    ("session/solving.py", "MemOpt: … of … parameters"): (
+    ("session/decide/solving.py", "MemOpt: plan in force"): ("A plan was found.", NOTHING),
+    ("session/decide/solving.py", "MemOpt: … of … parameters"): (
         "With `optimizer_in_backward='auto'`, a plan updates as few parameters in backward as its budget needs.",
         "Nothing; `optimizer_in_backward='always'` updates all of them there.",
     ),
-    ("session/solving.py", "MemOpt: solving"): ("The observed steps are being planned.", NOTHING),
-    ("session/between.py", "MemOpt: … bytes"): (
+    ("session/decide/solving.py", "MemOpt: solving"): ("The observed steps are being planned.", NOTHING),
+    ("session/measure/between.py", "MemOpt: … bytes"): (
         "Code between two steps takes memory: a teacher's forward, a copy of the weights, an evaluation. No plan changes it.",
         "Run that code under `torch.no_grad()` or on smaller batches, delete what it need not keep, or raise the budget.",
     ),
-    ("session/states.py", "MemOpt: a step took more"): ("The step has changed since it was observed.", NOTHING),
-    ("session/states.py", "MemOpt: a step took …; where"): (
+    ("session/judge/states.py", "MemOpt: a step took more"): ("The step has changed since it was observed.", NOTHING),
+    ("session/judge/states.py", "MemOpt: a step took …; where"): (
         "This step did more than those that were observed.",
         "Nothing, if it is rare or fits; else raise `profile_steps`, so that such a step is among the first ones.",
     ),
-    ("session/states.py", "MemOpt: a step that takes more"): (
+    ("session/judge/states.py", "MemOpt: a step that takes more"): (
         "Some steps do more than others (every third one, say). The plan will serve them, too.",
         NOTHING,
     ),
-    ("session/states.py", "MemOpt: that step shows"): (
+    ("session/judge/states.py", "MemOpt: that step shows"): (
         "It was observed because steps took more than predicted, and does not show why. The smaller plan made for them stays.",
         NOTHING,
     ),
-    ("session/observed_step.py", "MemOpt: observing"): ("A run has begun.", NOTHING),
-    ("session/observed_step.py", "MemOpt: parameters are on"): (
+    ("session/observe/observed_step.py", "MemOpt: observing"): ("A run has begun.", NOTHING),
+    ("session/observe/observed_step.py", "MemOpt: parameters are on"): (
         "The model is spread over several devices, and a plan is made for one: that of its first parameter.",
         "Put the model on one device. Else its steps take on the other devices what they take without MemOpt.",
     ),
-    ("session/session.py", "MemOpt: backwards run between"): (
+    ("session/observe/observed_step.py", "MemOpt: backwards run between"): (
         "The loop calls the model again while earlier graphs are held, and runs backwards between (of another model, say).",
         "Run the backwards after the last call, or let go of the graphs: a plan then serves all calls.",
     ),
-    ("session/states.py", "MemOpt: the forward left the plan"): (
+    ("session/judge/drift.py", "MemOpt: the forward left the plan"): (
         "This forward runs other ops than the observed ones (a branch, another shape).",
         "Nothing, if it is rare: the step is exact. Else make the step the same each time.",
     ),
-    ("session/observing.py", "MemOpt: the step changed"): ("Two observed steps ran other ops.", NOTHING),
-    ("session/observing.py", "MemOpt: this model trains without a plan"): (
+    ("session/observe/observing.py", "MemOpt: the step changed"): ("Two observed steps ran other ops.", NOTHING),
+    ("session/observe/observing.py", "MemOpt: this model trains without a plan"): (
         "Every forward is another one, so no plan would match.",
         "Take random branches out of the forward, or give them a fixed order.",
     ),
-    ("session/states.py", "MemOpt: …"): (
-        "A step was measured above the budget and no smaller plan exists; or a larger batch's plan does not serve it; or some "
-        "steps do more than others, at no regular distance.",
-        "Raise the budget to what the line names, or make the batch smaller; nothing, in the second case; in the third, raise "
-        "`profile_steps`, so that such a step is among the first ones.",
+    ("session/judge/peaks.py", "MemOpt: …"): (
+        "A step was measured above the budget and no smaller plan exists; or some steps do more than others, at no regular "
+        "distance.",
+        "Raise the budget to what the line names, or make the batch smaller; in the second case, raise `profile_steps`, so "
+        "that such a step is among the first ones.",
     ),
-    ("session/states.py", "MemOpt: … forwards in a row"): ("The step has changed for good.", NOTHING),
-    ("session/states.py", "MemOpt: …; observing again"): ("A step was above the budget; it may have changed.", NOTHING),
-    ("session/states.py", "MemOpt: …; replanned"): (
+    ("session/judge/states.py", "MemOpt: …"): ("The plan of a larger batch does not serve this one.", NOTHING),
+    ("session/judge/states.py", "MemOpt: … forwards in a row"): ("The step has changed for good.", NOTHING),
+    ("session/judge/states.py", "MemOpt: …; observing again"): ("A step was above the budget; it may have changed.", NOTHING),
+    ("session/judge/states.py", "MemOpt: …; replanned"): (
         "A step was measured above the budget, and a smaller plan took its place.",
         "Set `headroom` if the first planned step must not exceed the budget.",
     ),
@@ -248,7 +252,7 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Steps are short, so faster plans are searched for only as long as 50 steps take, or 1 second.",
         "None; larger batches or models are searched for longer.",
     ),
-    ("session/solving.py", "MemOpt: smaller plans"): (
+    ("session/decide/solving.py", "MemOpt: smaller plans"): (
         "With `budget=\"min\"`, the smallest plan would make steps slower than `max_slowdown` allows.",
         "Give a larger `max_slowdown` for fewer bytes (`math.inf`: the smallest plan, however slow), or a budget in bytes.",
     ),
@@ -271,19 +275,19 @@ _ABOVE = "MemOpt: a planned step was measured at … bytes (…), … above the 
 LOOKS: dict[tuple[str, str], tuple[str, ...]] = {
     # the words of lines of which the code that says them shows a part only
     ("integrations/accelerate.py", "MemOpt: …\n…"): ("MemOpt: NAME OF A MODEL (its table)",),
-    ("session/silence.py", "MemOpt: …"): (
+    ("session/regions/compiled_regions.py", "MemOpt: …"): (
         "MemOpt: nothing can be rebuilt inside of compiled code (…): the plan leaves its memory as it is. …",
     ),
-    ("session/solving.py", "MemOpt:   …"): ("MemOpt:   NAME OF A SOLVER, … levels",),
-    ("session/states.py", "MemOpt: …"): (
+    ("session/decide/solving.py", "MemOpt:   …"): ("MemOpt:   NAME OF A SOLVER, … levels",),
+    ("session/judge/peaks.py", "MemOpt: …"): (
         f"{_ABOVE}, and no smaller plan exists. Set …",
-        "MemOpt: a batch cannot borrow another one's plan …",
         "MemOpt: a step took …, and the smallest plan was to take …: some steps do more than those that were observed.",
     ),
-    ("session/states.py", "MemOpt: …; observing again"): (f"{_ABOVE}; observing again (… of …)",),
-    ("session/states.py", "MemOpt: …; replanned"): (f"{_ABOVE}; replanned with …",),
+    ("session/judge/states.py", "MemOpt: …"): ("MemOpt: a batch cannot borrow another one's plan …",),
+    ("session/judge/states.py", "MemOpt: …; observing again"): (f"{_ABOVE}; observing again (… of …)",),
+    ("session/judge/states.py", "MemOpt: …; replanned"): (f"{_ABOVE}; replanned with …",),
 }  # fmt: skip
-EARLY = ("early_updates.py", "session/processes.py", "integrations/")
+EARLY = ("early_updates.py", "session/ranks/processes.py", "integrations/")
 """Files whose reasons are about early updates."""
 
 

@@ -126,8 +126,8 @@ class Watching:
         planned = bool(self._states) and all(isinstance(state, Running) for state in self._states)
         plans = [state.plan for state in self._states] if planned else []
         for state in self._states:
-            if getattr(state, "measured_nbytes", None) is not None:
-                self.measured = max(self.measured or 0, state.measured_nbytes)
+            if isinstance(state, Running) and state.peaks.measured_nbytes is not None:
+                self.measured = max(self.measured or 0, state.peaks.measured_nbytes)
         entry = {
             "began": self._live - self._base,
             "peak": None if peak is None else peak - self._base,

@@ -47,9 +47,13 @@ class OpRecord:
 class Observer(Protocol):
     """Is told of each op of a step (the tracer). `end` gets the real arguments and results, too. `resized`: a storage has
     another size, so its version `old` is followed by `new`. `passes`: asked before an op, whether it is not told of it.
+    `number`: the id of the next op in its graph.
     """
 
     passes: Callable[[], bool] | None
+
+    @property
+    def number(self) -> int: ...
 
     def begin(self, func: OpOverload) -> None: ...
     def ran(self) -> None: ...

@@ -87,7 +87,6 @@ class Recorder(Outside):
         for weak in made:
             del self.of_storage[weak]
         self._earlier |= made
-        self.op += 1  # as the graph counts: the call is an op of it
         self.settings_changed()
         return made
 
@@ -271,9 +270,12 @@ class Recorder(Outside):
         record.recomputable = record.call is not None or rule.handling == "empty"
 
     def _number(self) -> int:
-        """The number of the call that is being recorded; rising."""
-        self.op += 1
-        return self.op - 1
+        """The number of the call that is being recorded; it rises. In an observed step it is the op's id in the graph. That also
+        counts ops that no recorder sees, and leaves out ops that raised.
+        """
+        op = self.op if self.observer is None else self.observer.number
+        self.op = op + 1
+        return op
 
     def _recorded(self, record: OpRecord) -> None:
         self.owner.recorded(record)

@@ -49,7 +49,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 EVERY = 16
-"""After so many planned steps, the memory that other programs leave is read again."""
+"""Number of planned steps after which the memory that other programs leave is read again."""
 
 
 class Neighbours(Part):

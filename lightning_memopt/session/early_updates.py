@@ -230,7 +230,7 @@ class EarlyUpdating(Part):
         self._comes(_EVALUATED)
 
     def stranger_steps(self) -> None:
-        """An optimizer steps that is none of the run's. Raises as `evaluates` does."""
+        """An optimizer that does not belong to the run steps. Raises as `evaluates` does."""
         self._comes(_STRANGER)
 
     def call_begins(self) -> None:

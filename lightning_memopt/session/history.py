@@ -9,10 +9,10 @@ from typing import Literal
 from lightning_memopt.clocks import perf_counter
 
 MOST = 2048
-"""The most entries that are kept. Then neighbours of one kind become one entry."""
+"""Maximum number of entries. Beyond it, neighbours of one kind are joined into one entry."""
 
 _LONGEST = 2000
-"""The most characters of an exception's message that are kept."""
+"""Maximum number of characters kept of an exception's message."""
 
 StepKind = Literal["observed", "planned", "unplanned"]
 
@@ -55,7 +55,7 @@ class History:
         return tuple(self._entries)
 
     def ended_by(self, error: BaseException) -> BaseException:
-        """An error ends the run. Returns it. An exit without an error code is none."""
+        """An error ends the run. Returns it. An exit without an error code is not an error."""
         if self.wanted and not (isinstance(error, SystemExit) and not error.code):
             self.error = f"{type(error).__name__}: {_message(error)}"
         return error

@@ -23,7 +23,7 @@ from lightning_memopt.units import format_nbytes
 Say = Callable[[str], None]
 _SECONDS = 5.0
 _LEAST_SECONDS = 0.1
-"""The most and the least seconds that addresses of one step are searched for."""
+"""Maximum and minimum seconds of a search for the addresses of one step."""
 _open: weakref.WeakSet[Pooling] = weakref.WeakSet()
 """The session that has the pool of the process; none or one."""
 
@@ -41,8 +41,6 @@ class Pooling(Part):
         self._reason: str | None = None
 
     def step_begins(self, state: object, limit_nbytes: int | None) -> None:
-        if self._config.pool is None:
-            return
         if self._windows is None and self._reason is None:
             self._opens()
         if self._windows is None:
@@ -112,8 +110,8 @@ class _Solver:
     """Addresses for logged steps. All searches of a run together take at most `solver_seconds`.
 
     alignment: of the addresses, in bytes.
-    reserves: whether the budget is kept by reserved bytes, as on CUDA. An arena takes all of its bytes at once then, with what
-        sizes are rounded up by, and while buffers from before are still beside it. The CPU's counter counts requests alone.
+    reserves: whether reserved bytes count, as on CUDA. Then an arena counts with all its bytes from the beginning, sizes count
+        rounded up, and buffers of the step before are still there. The CPU's counter counts requests alone.
     """
 
     def __init__(self, config: MemOptConfig, alignment: int = ALIGNMENT, reserves: bool = False) -> None:

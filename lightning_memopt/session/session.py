@@ -99,8 +99,11 @@ class Session:
         self.foresight, self.silence = Foresight(self.optimizers), Silence(config.profile_steps)
         self._offloading = self._parts.add(Offloading(self.device, config))
         self._compiled = self._parts.add(CompiledRegions(model, config, self.budget_nbytes, self.enabled, self._agreement))
-        self.pool = self._parts.add(Pooling(config, self.device, self.say))
-        blocks = self._parts.add(CompiledBlocks(config, self.say))
+        self.pool, blocks = Pooling(config, self.device, self.say), CompiledBlocks(config, self.say)
+        if config.pool is not None:
+            self._parts.add(self.pool)
+        if config.compile:
+            self._parts.add(blocks)
         self._neighbours = self._parts.add(Neighbours(self.device, self.budget_nbytes))
         self._early: EarlyUpdating | None = None
         self._attachment: Attachment | None = None
@@ -252,10 +255,11 @@ class Session:
                     after = state.measured(*measured, self.budget_nbytes, self.config, self.say)
                 else:
                     state.was_metered()
-            self._become(state, after)
+            if after is not state:
+                self._become(state, after)
 
     def trained_by(self, strangers: list[torch.optim.Optimizer]) -> None:
-        """An optimizer steps that is none of the run's. `strangers`: these take the place of the run's, and are observed."""
+        """An optimizer that does not belong to the run steps. `strangers`: these replace those of the run."""
         if self._early is not None:
             self._early.stranger_steps()
         if strangers:
@@ -391,7 +395,8 @@ class Session:
             signature = self._sequence.begins(call, no_backward)
             for tell in self._parts.forward_begins:
                 tell(signature)
-            self._prepare(signature, batch)
+            if signature not in self._plan_cache:
+                self._prepare(signature, batch)
             state = self._plan_cache.enter(signature, 1 if self._plan_cache else self.config.profile_steps)
         if state is not before and self._observed_step.now is not None:
             if isinstance(before, Observing | Waiting) and self._observed_step.has_backward:
@@ -405,11 +410,9 @@ class Session:
         """Before a signature has a state: the first one gets the plan that the user gave. Raises InfeasibleError where resident
         tensors alone exceed the budget.
         """
-        if signature in self._plan_cache:
-            return
         if self.given is not None and not self._plan_cache:
             self._plan_cache[signature] = given = Running(*self.given, None)
-            given.early_known = self._early is not None
+            given.past.early_known = self._early is not None
         elif self.budget_nbytes is not None and not self._plan_cache.begins_anew:
             resident = resident_tensors(self.model, self.optimizers, batch)
             refuse_hopeless(resident, self.device, self.budget_nbytes, self.config.headroom)

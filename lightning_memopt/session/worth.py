@@ -1,4 +1,4 @@
-"""How long to search for faster plans, and how slow the smallest plan may be: a run must get back the time that it spends.
+"""How long to search for faster plans, and how slow the smallest plan may be: a run must save more time than it spends.
 
 A plan saves a part of each step that it is in force for, and how many steps come is not known. A search for a faster plan
 takes as long as `_STEPS` unmodified steps at most: a twentieth of a run of a thousand steps.
@@ -11,7 +11,7 @@ from lightning_memopt.graph import Graph
 
 _STEPS = 50
 _LEAST_SECONDS = 1.0
-"""A search may always take so long: nobody waits for it, and small models train for a few seconds anyway."""
+"""Any search may take this long. Small models train for a few seconds anyway."""
 
 
 def worth(graph: Graph, config: MemOptConfig) -> float:

@@ -115,6 +115,11 @@ class Tracer:
 
     # -- told by the recorder ----------------------------------------------------------------------
 
+    @property
+    def number(self) -> int:
+        """The id of the next op."""
+        return len(self.ops)
+
     def begin(self, func: OpOverload) -> None:
         self.poll()
         if self.ledger is not None:

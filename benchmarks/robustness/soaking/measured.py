@@ -80,7 +80,7 @@ class Techniques:
         if not isinstance(state, Running):
             self.forwards[type(state).__name__.lower()] += 1
             return
-        deviation = state.deviations[-1] if state.deviations else None
+        deviation = state.drift.deviations[-1] if state.drift.deviations else None
         deviates = deviation is not None and bool(deviation.first or deviation.unplanned_nbytes)
         self.forwards["deviating" if deviates else "planned"] += 1
         self.rebuilt_ops = max(self.rebuilt_ops, state.plan.predicted.rebuilt_ops)

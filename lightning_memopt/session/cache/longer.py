@@ -1,8 +1,8 @@
 """Batches that are larger than all with a plan, under budget="min": no step is to take its unmodified peak.
 
 A plan names tensors and points, not sizes. If plans for two sizes have shown that the ops of a forward do not depend on the
-size, a larger batch borrows the plan of the nearest one. All other batches run without a plan, and eviction keeps their steps
-near the bytes of that plan, as many times as large beyond resident bytes as the batch is.
+size, a larger batch borrows the plan of the nearest one. All other batches run without a plan. Eviction keeps their steps near
+the bytes of that plan: what is not resident may grow in proportion to the batch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ made now, it may be up to `FAR` times as large: it takes more bytes than its own
 
 
 def stretched(lenders: Sequence[tuple[Signature, Running]], signature: Signature, most_times: float) -> Running | None:
-    """A state that borrows the plan of the nearest batch; None where this one is more than so many times as large, or where it
-    is not known that their ops are the same.
+    """A state that borrows the plan of the nearest batch; None where this one is more than `most_times` as large, or where
+    the ops of the two may differ.
     """
     kin = [(times_larger(s, signature), state) for s, state in lenders if alike(s, signature)]
     times, lender = min(kin, key=lambda pair: pair[0], default=(0.0, None))
@@ -48,7 +48,7 @@ def limit_nbytes(plans: Sequence[tuple[Signature, Running]], signature: Signatur
 
 
 def _needed_nbytes(state: Running, times: float) -> int:
-    """Bytes of a step in which all that is not resident takes so many times the bytes of the plan."""
+    """Bytes of a step in which all that is not resident takes `times` the bytes that it takes under the plan."""
     resident = resident_nbytes(state.program.graph)
     return resident + int(times * (state.plan.predicted.needed_nbytes - resident))
 

@@ -3,7 +3,7 @@
 The decisions of a plan do not depend on the sizes of tensors. So a plan in force also serves a batch that is no larger, and
 nothing is observed for that batch. Its step is compared with the plan op by op. Tensors that are larger than planned are
 counted, and the step is measured (docs/adr/0006). A batch that is larger may borrow under budget="min" (longer.py). A run
-with many shapes makes no more than a fixed number of plans and borrowers, and of solves in a time.
+with many shapes has a maximum number of plans and of borrowers, and solves only so often.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from lightning_memopt.session.observe.observing import Observing, Say, Waiting
 from lightning_memopt.session.observe.silence import WAITS
 
 PLANS = 16
-"""The most signatures with a state of their own. As many more may wait for a plan. The least recently used one makes room."""
+"""Maximum number of signatures with a state of their own, and of those that wait. The least recently used makes room."""
 BORROWERS = 64
-"""The most signatures that borrow a plan: each has templates of its own."""
+"""Maximum number of signatures that borrow a plan: each has templates of its own."""
 _REFUSALS = 3
-"""A plan that did not serve so many borrowers is lent no more, unless even more steps of its borrowers were measured."""
+"""Number of borrowers that a plan may fail to serve before it is no longer lent. Measured steps of its borrowers raise it."""
 _STEPS_A_PLAN = 50
-"""After the first `PLANS` plans, one more is made in so many forwards: a run must not spend its time on solving."""
+"""Number of forwards in which one more plan is made, after the first `PLANS`: a run must not spend its time on solving."""
 _LARGE = 2
 _PATIENCE = 8
-"""A plan for a batch `_LARGE` times as large rebuilds more than necessary: after so many uses the small one is observed."""
+"""A plan for a batch `_LARGE` times as large rebuilds too much. After `_PATIENCE` uses the small batch is observed."""
 
 
 class PlanCache(dict[Signature, State]):
@@ -59,14 +59,16 @@ class PlanCache(dict[Signature, State]):
         """Whether all plans were dropped in the middle of the run, which must go on."""
         return not self and self.forwards > 0
 
-    @property
     def in_force(self) -> Iterator[Plan]:
+        """The plans of all signatures."""
         return (state.plan for state in self.values() if isinstance(state, Running))
 
     @property
     def measured_nbytes(self) -> int | None:
         """The largest measured peak of steps under the plans in force; None where no such step was measured."""
-        return max((s.measured_nbytes for s in self.values() if isinstance(s, Running) and s.measured_nbytes), default=None)
+        return max(
+            (s.peaks.measured_nbytes for s in self.values() if isinstance(s, Running) and s.peaks.measured_nbytes), default=None
+        )
 
     def limit_nbytes(self, signature: Signature, limit_nbytes: int | None) -> int | None:
         """Bytes within which eviction keeps a step of this signature that runs without a plan. None: nothing is evicted.
@@ -90,7 +92,7 @@ class PlanCache(dict[Signature, State]):
 
     def _entered(self, signature: Signature, steps: int, state: State | None) -> State:
         """The state after `state` when a forward begins. While this runs, the signature is not in the cache."""
-        if isinstance(state, Running) and state.overtaken:  # the step that raised may not have ended
+        if isinstance(state, Running) and state.drift.overtaken:  # the step that raised may not have ended
             state = state.observed_again()
         if isinstance(state, Running) and state.lender is not None and self._wasted(signature, state.lender):
             return self._begins(signature, 1)
@@ -103,7 +105,7 @@ class PlanCache(dict[Signature, State]):
         return state
 
     def replace(self, old: State, new: State) -> None:
-        """Put `new` in the place of `old`. Signatures that borrowed from `old` are forgotten, and borrow again."""
+        """Replace `old` by `new`. Signatures that borrowed from `old` are forgotten, and borrow again."""
         for signature, state in list(self.items()):
             if state is old:
                 self[signature] = new
@@ -180,12 +182,12 @@ class PlanCache(dict[Signature, State]):
         return state
 
     def _stretched(self, signature: Signature, most_times: float) -> State | None:
-        """Under budget="min", a state that borrows the plan of a batch up to so many times smaller."""
+        """Under budget="min", a state that borrows the plan of a batch up to `most_times` smaller."""
         lent = longer.stretched(self._lenders(), signature, most_times) if self.smallest else None
         return None if lent is None else self._borrower(lent)
 
     def _lenders(self) -> list[tuple[Signature, Running]]:
-        return [(s, state) for s, state in self._plans() if state.refused < _REFUSALS or state.refused < state.proofs]
+        return [(s, state) for s, state in self._plans() if state.refused < _REFUSALS or state.refused < state.peaks.proofs]
 
     def _plans(self) -> list[tuple[Signature, Running]]:
         return [(s, state) for s, state in self._own() if isinstance(state, Running)]

@@ -22,13 +22,13 @@ FREE_STEPS = 10
 FREE_SOLVES = 4
 SECONDS_APART = 60.0
 _LARGER = 1.25
-"""In the free steps, a batch that may not borrow gets a plan if it is so many times as large: rising sizes take few plans."""
+"""In the free steps, a batch that may not borrow gets a plan if it is this many times as large: rising sizes take few plans."""
 _KINDS = 16
-"""The most kinds of forwards (part of a step, trained parameters) that have free steps."""
+"""Maximum number of kinds of forwards (part of a step, trained parameters) that have free steps."""
 _REMEMBERED = 64
-"""The most signatures without a plan whose uses are counted. Beyond them, the least recently used is forgotten."""
+"""Maximum number of signatures without a plan whose uses are counted. The least recently used is forgotten."""
 _TIMED = 32
-"""The median of so many steps is the time of a forward with its share of the step."""
+"""Number of steps whose median is the time of a forward with its share of the step."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Solves:
         return self.pays(self._lost(signature), signature)
 
     def pays(self, lost_seconds: float, signature: Signature) -> bool:
-        """Whether a solve may begin whose plan would have saved so many seconds so far."""
+        """Whether a solve may begin, if its plan would have saved `lost_seconds` so far."""
         if self._last is not None and times.current.now() - self._last < SECONDS_APART:
             return False
         return lost_seconds > self.expected_seconds(signature)
@@ -102,7 +102,7 @@ class Solves:
         self._last = times.current.now()
 
     def ended(self, signature: Signature, ops: int, seconds: float) -> None:
-        """A solve for a graph of so many ops is over, after so many seconds."""
+        """A solve for a graph of `ops` ops is over. It took `seconds`."""
         self._seconds += seconds
         self._ops += ops
         self._last = times.current.now()
@@ -118,12 +118,12 @@ class Solves:
             del self._unplanned[next(iter(self._unplanned))]
 
     def recorded(self, signature: Signature, ops: int) -> None:
-        """A step without a plan had so many ops."""
+        """A step without a plan had `ops` ops."""
         if signature in self._unplanned:
             self._unplanned[signature].ops = ops
 
     def step_ended(self, planned: bool | None) -> None:
-        """A step is over. `planned`: whether a plan was in force; None where its time says nothing about later steps."""
+        """A step is over. `planned`: whether a plan was in force; None where later steps will take another time."""
         self._steps += 1
         forwards, self._forwards = max(1, self._forwards), 0
         before, self._ended = self._ended, times.current.now()

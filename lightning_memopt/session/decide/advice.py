@@ -12,7 +12,7 @@ from lightning_memopt.plan.peak import Breakdown, at_peak
 from lightning_memopt.units import format_nbytes
 
 _SHOWN = 3
-"""So many structures are named, and one remedy less."""
+"""Number of structures that are named. One remedy less is named."""
 _SAVED = ("feature maps", "held to rebuild", "rebuilt")
 _PASSING = ("in use", "workspace")
 _NOWHERE = ("*", "backward")

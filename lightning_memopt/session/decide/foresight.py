@@ -306,7 +306,7 @@ def refuse_infeasible(
 
     known: the graph has all bytes that updates take.
     later: what other optimizers may still make. It is asked only where the budget is refused.
-    savable: `savable(surely)` are the bytes that compiled code could save if it were compiled otherwise, at most or surely.
+    savable: `savable(surely)` gives the bytes that compiling in another way would save, at most or surely.
         It is asked only where the step does not fit.
     """
     headroom, machine = offloading.config.headroom, machine_of(offloading.device)

@@ -114,7 +114,7 @@ def rehearse(optimizer: optim.Optimizer, groups: Iterable[Group], device: torch.
 
 
 def _is_torchs(optimizer: optim.Optimizer) -> bool:
-    """Whether nobody has replaced torch's step. A scheduler may wrap it to count steps; the rehearsal does not call that."""
+    """Whether the optimizer's step is torch's own. A scheduler may wrap it to count steps; the rehearsal does not call that."""
     modules = (type(optimizer).__module__, getattr(step_without_hooks(type(optimizer)), "__module__", None))
     return all(f"{module}.".startswith("torch.optim.") for module in modules)
 
@@ -259,7 +259,7 @@ def _kind(p: torch.Tensor, has_state: bool) -> Hashable:
 
 
 def _gradient(p: torch.Tensor) -> torch.Tensor:
-    """Its gradient; the parameter itself, which is of the same size, where there is none yet."""
+    """Its gradient; where it has none yet, the parameter itself, which has the same size."""
     gradient = gradient_of(p)
     return p if gradient is None else gradient
 

@@ -69,7 +69,7 @@ def hooks_of(engine: Engine) -> tuple[Any, Callable[[Any], Any]]:
 class Recording:
     """The contexts around one forward: saved-tensor hooks, hooks for exposed tensors, and the dispatch mode.
 
-    own_mode: the dispatch mode is entered, too; otherwise an observation has entered it.
+    own_mode: the dispatch mode is entered, too; if not, an observation has entered it.
     beneath: the dispatch mode is entered beneath those of the user, which end before this forward.
     """
 

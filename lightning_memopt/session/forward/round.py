@@ -200,7 +200,7 @@ class Rounds:
             self._until_backward.enter_context(before_backwards(self._backward_begins))
 
     def _close(self) -> None:
-        """The open forward is none any more."""
+        """The forward is no longer open."""
         if self.is_open:
             self._until_backward.close()
             self._calls.clear()

@@ -1,6 +1,6 @@
 """Our hooks on torch's stack of saved-tensor hooks. User code may leave hooks of its own in another order than it entered them.
 
-Torch's own contexts take the innermost hooks off, whosever they are. So ours are taken off by who they are.
+Torch's own contexts take off the innermost hooks, even if somebody else entered them. `leave` looks for our own hooks instead.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from lightning_memopt.runtime.engine.cursor import Cursor
 from lightning_memopt.session.forward.shapes import NEXT, Signature, alike, followed_by, goes_on_as
 
 _LAST = 16
-"""A forward is expected to have the calls of the longest of so many: under a plan for more calls, a shorter one takes less."""
+"""A forward is expected to be like the longest of this many earlier ones. A shorter one takes less than its plan says."""
 _REMEMBERED = 64
 """Maximum number of first calls of which is remembered what followed."""
 _Place = tuple[int, Signature]
@@ -59,17 +59,13 @@ class Sequence:
         """Whether the last call, under a plan, has surely had no backward."""
         return self._cursor is not None and not self._cursor.asked
 
-    @property
-    def _is_held(self) -> bool:
-        """Whether autograd holds what such a call has saved."""
-        return self.is_waiting and self.engine is not None and self.engine() is not None
-
     def begins(self, call: Signature, no_backward: bool = False) -> Signature:
         """A forward begins with this call. Returns the signature of the calls that it is expected to have. `no_backward`: the
         one before it has had none. Where autograd has let go of that (a move of an agent), it counts for nothing; else this
         call follows those that were expected.
         """
-        is_held, self.engine, self._cursor = self._is_held, None, None
+        is_held = self.is_waiting and self.engine is not None and self.engine() is not None  # autograd holds what it has saved
+        self.engine = self._cursor = None
         if no_backward and not is_held:
             self.given_up()
         if is_held:
@@ -95,7 +91,7 @@ class Sequence:
         if not self.last:
             return
         place = self._before, first
-        if self.last != first or any(call == first for _, call in self._seen):
+        if self.last != first or (self._seen and any(call == first for _, call in self._seen)):
             self._seen[place] = seen = self._seen.pop(place, deque(maxlen=_LAST))
             seen.append(self.last)
             if len(self._seen) > _REMEMBERED:

@@ -16,7 +16,7 @@ NEXT = ()
 _Shapes = list[tuple[int, ...]]
 
 _SAMPLES = 4
-"""A list of at least so many alike tensors holds samples, in any order. A shorter one holds arguments (inputs, targets)."""
+"""Minimum length of a list of alike tensors that counts as samples, in any order. Shorter ones are arguments."""
 
 
 class Entry(NamedTuple):

@@ -16,7 +16,7 @@ from lightning_memopt.native.counting import Window
 from lightning_memopt.units import format_nbytes
 
 _MORE = 1.1
-"""The line is said again when the bytes are so many times those that it named."""
+"""The line is said again when the bytes are this many times those that it named."""
 
 
 class Between:
@@ -55,7 +55,7 @@ class Between:
             window.close()
 
     def read(self, nbytes: int) -> None:
-        """So many bytes were there at once, before the step that begins."""
+        """`nbytes` bytes were in memory together before the step that begins."""
         self._last_nbytes = max(self._last_nbytes, nbytes)
 
     def spoil(self) -> None:

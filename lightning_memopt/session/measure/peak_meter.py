@@ -157,7 +157,7 @@ class Metering:
                 self.between.read(now)
 
     def observing(self, device: torch.device) -> None:
-        """A forward of this step is observed: its peak says nothing about the peaks of other steps."""
+        """A forward of this step is observed: other steps have other peaks."""
         self._step_begins(device)
         self.spoil()
 

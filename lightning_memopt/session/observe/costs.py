@@ -137,7 +137,7 @@ def _in_mode(run: Callable[[], Any]) -> Callable[[], Any]:
 class _Chain:
     """relu(batch_norm(convolution(y))) + y of tiny tensors: each time that it takes is overhead.
 
-    Its ops have as many arguments, results and saved tensors as those that take most of a step.
+    Its ops have the number of arguments, results and saved tensors of the ops that take most of a step.
 
     links: how often.
     nbytes: bytes that are touched behind each op.
@@ -203,7 +203,7 @@ class _Chain:
 
 
 def _checkpointed(graph: Graph, links: int = 1) -> tuple[Life, ...]:
-    """A plan of a chain: the result of every so many links is held, and the other ops between two run again when backward comes
+    """A plan of a chain: the result of every few links is held, and the other ops between two run again when backward comes
     to them.
     """
     ends = [op.outputs[0] for op in graph.forward if op.name == "aten::add.Tensor"]
@@ -239,7 +239,7 @@ def _touched(graph: Graph) -> int:
 
 
 def _once(device: torch.device, nbytes: int) -> Costs:
-    with _measuring:  # two sessions at once would measure each other
+    with _measuring:  # else two sessions would measure each other's work
         key = str(device), loaded() is not None, nbytes
         if key not in _known:
             _known[key] = in_own_thread(lambda: _measured(device, nbytes), device)
@@ -292,7 +292,7 @@ def in_own_thread(measure: Callable[[], T], device: torch.device) -> T:
 
 
 def _measured(device: torch.device, nbytes: int = 0) -> Costs:
-    """`nbytes`: so many bytes are touched behind each op."""
+    """`nbytes`: bytes that are touched after each op."""
     with torch.enable_grad():
         chain, short = _Chain(_LINKS, device, nbytes), _Chain(1, device, nbytes)
         graph = chain.graph()

@@ -6,8 +6,8 @@ run's time. Where observed steps lead to no plan, observing rests, each time for
 forwards whose graphs are all held, with backwards in between, is observed in its first forwards; once it is known how many
 there are, in its last one alone, for which the plan is made.
 
-None of this is so where tensors had to be evicted: there, observing keeps the budget. Nor where ranks decide together: their
-clocks differ.
+Two kinds of runs are observed without these limits: those where tensors had to be evicted, because observing keeps the
+budget; and those whose ranks decide together, because their clocks differ.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from lightning_memopt.session import times
 FREE_SECONDS = 60.0
 FREE_STEPS = 4
 SHARE = 0.05
-"""The share of a run's time that observing may take, after so many seconds and observed steps."""
+"""The share of a run's time that observing may take, after the free seconds and steps."""
 PILE = 8
 """Maximum number of forwards, each of which begins while the graph of the one before is held, that are observed."""
 REST = 20
-"""Steps that are not observed after as many observed ones without a plan; twice as many each time."""
+"""Number of observed steps without a plan after which as many steps are not observed. It doubles each time."""
 
 
 class Effort:

@@ -126,7 +126,7 @@ def with_updates(graph: Graph, finals: Iterable[Final]) -> Graph:
 
 
 def _beside_nbytes(graph: Graph, point: int) -> int:
-    """The most bytes of temporary tensors of the update after a point."""
+    """Largest sum of bytes of temporary tensors of the update after a point."""
     ops = graph.ops_of(point)
     if not ops:
         return 0

@@ -19,9 +19,9 @@ from lightning_memopt.units import format_nbytes
 
 Say = Callable[[str], None]
 _ANNOUNCED = 4
-"""The most lines of a run that say that steps are observed: there may be a state for each of many shapes."""
+"""Maximum number of lines in a run that announce observed steps: there may be a state for each of many shapes."""
 _IDLE = 3
-"""After more forwards in evaluation than this, an observed step is given up."""
+"""Number of forwards in evaluation after which an observed step is given up."""
 
 
 class ObservedStep:

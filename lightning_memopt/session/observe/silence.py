@@ -16,11 +16,11 @@ from lightning_memopt.runtime.early_updates import Reason
 from lightning_memopt.session.forward.recording import hooks_allowed, in_checkpoint, others_hooks
 
 WAITING = 4
-"""So many forwards without a plan, because of their shapes, lead to a warning."""
+"""Number of forwards without a plan, because of their shapes, after which a warning comes."""
 FORWARDS = 20
-"""So many observed forwards, without a step that ends, lead to a warning."""
+"""Number of observed forwards, without a step that ends, after which a warning comes."""
 COPIES = 10
-"""So many updates of copies of the model, without a forward under a plan, lead to a warning."""
+"""Number of updates of copies of the model, without a forward under a plan, after which a warning comes."""
 
 EVALUATION = Reason("the model is trained while it is in evaluation mode", "Call model.train() before the loop")
 NO_HOOKS = Reason(
@@ -73,8 +73,8 @@ _NO_STEP = Reason(
 
 
 def trains(model: nn.Module) -> bool:
-    """Whether the model is in training mode. That of its DistributedDataParallel says nothing: loops call `eval` and `train` of
-    the one or of the other.
+    """Whether the model is in training mode. The mode of a DistributedDataParallel around it does not count: loops call `eval`
+    and `train` of either.
     """
     while DistributedDataParallel in type(model).__mro__:  # not `isinstance`, which its base class makes slow
         model = cast(DistributedDataParallel, model).module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -27,14 +27,14 @@ class Depots:
         self.directory = directory
         self._of_plan: dict[int, tuple[Plan, Depot | None]] = {}
 
-    def of(self, plan: Plan, in_force: Iterable[Plan] | None = None) -> Depot | None:
+    def of(self, plan: Plan, in_force: Callable[[], Iterable[Plan]] | None = None) -> Depot | None:
         """The depot of a plan, the same one at each call; None where the plan parks nothing.
 
         Depots of plans that are not `in_force` any more are closed, unless tensors are parked there. None: none is closed.
         """
         known = self._of_plan.get(id(plan))
         if known is None:
-            kept = None if in_force is None else {id(p) for p in in_force}
+            kept = None if in_force is None else {id(p) for p in in_force()}
             for key, (_, depot) in list(self._of_plan.items()):
                 if kept is not None and key not in kept and (depot is None or not depot.used_nbytes):
                     self._end(key)
@@ -56,7 +56,7 @@ class Depots:
         return Depot({name: new_tier(name) for name in nbytes}, more=new_tier)
 
     def tier(self, name: str, nbytes: int) -> Tier:
-        """A new tier of this name, with room for so many bytes."""
+        """A new tier of this name, with room for `nbytes` bytes."""
         return DiskTier(nbytes, self.directory, self.device) if name == "disk" else HostTier(nbytes, self.device)
 
     def close(self) -> None:

@@ -27,8 +27,8 @@ from lightning_memopt.solvers import joint
 from lightning_memopt.solvers.planner import UNSEEN_NBYTES, Frontier
 
 _TRIES = 4
-"""So many targets are tried where a plan needs more bytes than the joint solver counts, and so many budgets where the smallest
-plan takes too long.
+"""Number of targets to try where a plan needs more bytes than the joint solver counts, and of budgets where the smallest plan
+takes too long.
 """
 
 

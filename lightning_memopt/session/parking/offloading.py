@@ -5,7 +5,7 @@ Nothing is measured or allocated before a plan is solved for a budget that the u
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 
 import torch
@@ -123,7 +123,7 @@ class Offloading(Part):
         """The frontier, widened by plans that park tensors where any may be parked."""
         return JointFrontier.of(frontier, self) if self.wanted else frontier
 
-    def depot_of(self, plan: Plan, in_force: Iterable[Plan] | None = None) -> Depot | None:
+    def depot_of(self, plan: Plan, in_force: Callable[[], Iterable[Plan]] | None = None) -> Depot | None:
         """See `Depots.of`."""
         return self.depots.of(plan, in_force)
 

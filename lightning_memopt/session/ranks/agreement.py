@@ -40,7 +40,7 @@ from lightning_memopt.session.regions.shared_regions import Shown
 from lightning_memopt.units import format_nbytes
 
 _MORE_STEPS = 3
-"""A first plan that comes so many steps later than `profile_steps` is not made together."""
+"""Number of steps after `profile_steps` from which on ranks no longer make their first plan together."""
 _FORWARD_SECONDS, _UPDATE_SECONDS, _PLAN_SECONDS = 20.0, 120.0, 600.0
 """A rank that lives but does not come to a meeting is waited for so long. Its loop may do other things first."""
 _NOTHING = contextlib.nullcontext()

@@ -32,7 +32,7 @@ _MIXED = Reason("DistributedDataParallel reduces gradients in another type (mixe
 _DELAYED = Reason("DistributedDataParallel reduces gradients later (delay_all_reduce_named_params)", "Leave that out")
 _SPARSE = Reason("DistributedDataParallel reduces sparse gradients in another way", "Set sparse=False in the embeddings")
 _JOIN = Reason(
-    "inside of Join, a process may have no batch of its own", "Leave Join out, and give every process as many batches"
+    "inside of Join, a process may have no batch of its own", "Leave Join out, and give all processes equally many batches"
 )
 
 

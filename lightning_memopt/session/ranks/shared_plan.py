@@ -25,7 +25,7 @@ from lightning_memopt.solvers.planner import Candidate, Frontier
 NOTHING: dict[str, Any] = {"graph": ""}
 """What a rank says that makes no plan after all."""
 _CANDIDATES = 32
-"""The most plans of a frontier that are sent: later budgets choose among them."""
+"""Maximum number of plans of a frontier that are sent: later budgets choose among them."""
 
 
 def solved(
@@ -91,7 +91,7 @@ def _sizes(graph: Graph) -> dict[str, Any]:
 
 
 def largest(graph: Graph, sizes: list[dict[str, Any]]) -> Graph:
-    """The graph with the most bytes and seconds of all `sizes`. An op may run again only where it may on all ranks."""
+    """The graph with the largest bytes and seconds of all `sizes`. An op may run again only where it may on all ranks."""
 
     def each(key: str, choose: Callable[..., Any]) -> list[Any]:
         return [choose(values) for values in zip(*(s[key] for s in sizes), strict=True)]

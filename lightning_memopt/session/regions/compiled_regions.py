@@ -41,9 +41,9 @@ from lightning_memopt.torch_private import compiled_codes, inlining_code
 from lightning_memopt.units import format_nbytes
 
 _DISCARDED = 10
-"""So many steps in which code is compiled are not planned from; after them, a step that compiles each time is."""
+"""Maximum number of observed steps that are discarded because code was compiled in them: some steps always compile."""
 _REMEMBERED = 64
-"""The most signatures whose regions are known."""
+"""Maximum number of signatures whose regions are known."""
 _NOTHING = contextlib.nullcontext()
 _SHARDED = "its weights are sharded over several processes"
 
@@ -144,7 +144,7 @@ class CompiledRegions(Part):
             stage.calls *= max(1, times)
 
     def _was_compiled(self) -> bool:
-        """Whether the model ran compiled before: nobody asked then how its regions are to be split."""
+        """Whether the model ran compiled before the session: its regions were split without a plan then."""
         model, codes = self._model(), compiled_codes() if compiles() else []
         if model is None or not codes:
             return False
@@ -154,7 +154,7 @@ class CompiledRegions(Part):
         self._now = self._steps.get(signature) or _Step(choice=Choice(signature), splits=self._regions.splits)
 
     def _keep(self) -> None:
-        """Remember the step of this signature, of which something is known. A run with many shapes has many signatures."""
+        """Remember the step of this signature. A run with many shapes has many signatures."""
         self._steps[self._now.choice.signature] = self._now
         if len(self._steps) > _REMEMBERED:
             del self._steps[next(iter(self._steps))]

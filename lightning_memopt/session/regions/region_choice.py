@@ -25,7 +25,7 @@ _TRIES = 5
 _OVERSHOOTS = 2
 """So often a step that fits is tried with more bytes and is too large then."""
 _UNSURE = 0.015
-"""The first guess allows for so much more: torch splits a region otherwise, and fuses other ops."""
+"""The first guess is this much larger: torch splits a region in another way, and fuses other ops."""
 _OFF = 0.07
 """By this share the smallest step may be lower than modelled, as long as none was measured (ADR 15)."""
 _LEAST_SLOPE = 0.25
@@ -172,9 +172,9 @@ class Choice:
         self.measured.append(Measured(modelled([s.halves for s in stages]), peak_nbytes, now, least_nbytes, fits))
 
     def expected(self, modelled_nbytes: int) -> float:
-        """The peak of the step where its regions are modelled to take so many bytes: that of the nearest measured step, and
-        the difference, which weighs as much as it did between measured steps. A little more before one was measured as split
-        here.
+        """The expected peak of the step, if the model of its regions says `modelled_nbytes`: the peak of the nearest measured
+        step, plus the difference, weighted as it was between measured steps. A little more before any step was measured
+        with regions that were split here.
         """
         first = self.measured[0]
         if not self.tries:

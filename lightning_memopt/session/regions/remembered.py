@@ -22,7 +22,7 @@ from lightning_memopt.session.regions.region_choice import Option
 from lightning_memopt.session.regions.shared_regions import fields_of_option, option_of_fields
 
 _FORMAT = 1
-"""Another number makes all files of earlier versions unknown: for when regions are read, or plans written, otherwise."""
+"""Version of the files. Raise it when regions are read or plans are written in another way: older files are then ignored."""
 
 
 class Remembered:
@@ -53,7 +53,7 @@ class Remembered:
             return None
         try:
             self.recalled[key] = option_of_fields(json.loads(self._file(key).read_text()))
-        except (OSError, ValueError, TypeError, KeyError):  # there is none, or it is no plan
+        except (OSError, ValueError, TypeError, KeyError):  # no file, or not a plan
             return None
         return self.recalled[key].lives
 

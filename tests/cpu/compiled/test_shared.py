@@ -1,4 +1,4 @@
-"""What several ranks show of their compiled regions, put together (session/shared_regions.py)."""
+"""What several ranks show of their compiled regions, put together (session/regions/shared_regions.py)."""
 
 from __future__ import annotations
 

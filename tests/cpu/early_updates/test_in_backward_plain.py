@@ -67,8 +67,8 @@ def test_gradients_end_early_and_peak_is_predicted() -> None:
             held = counted_nbytes()
             run = same_as_plain(Deep, OPTIMIZERS["adam"], batches, budget=budget, mode=mode)
             state = state_of(run)
-            assert abs(state.plan.predicted_peak_nbytes / state.measured_nbytes - 1) < 0.01
-            peaks[mode, budget] = state.measured_nbytes - held
+            assert abs(state.plan.predicted_peak_nbytes / state.peaks.measured_nbytes - 1) < 0.01
+            peaks[mode, budget] = state.peaks.measured_nbytes - held
             graph = state.program.graph
             gradients = [t for t in graph.tensors if t.kind == "gradient" and t.nbytes == 128 * 128 * 4]
             last = max(op.at for op in graph.ops if op.phase == "backward")
@@ -105,10 +105,10 @@ def test_backwards_before_the_last_one_are_predicted(budget: str, backwards: int
     loop = partial(plain, backwards=backwards)
     run = same_as_plain(Deep, OPTIMIZERS["adam"], [data(4, 128, seed=s) for s in range(6)], loop, budget=budget)
     state = state_of(run)
-    assert state.measured_nbytes is not None and not state.deviated
-    beyond = state.plan.predicted.needed_nbytes - state.measured_nbytes
-    assert abs(beyond - (128 * 129 * 4 if backwards == 2 else 0)) < 0.01 * state.measured_nbytes
-    assert state.measured_nbytes <= state.plan.budget_nbytes
+    assert state.peaks.measured_nbytes is not None and not state.drift.deviated
+    beyond = state.plan.predicted.needed_nbytes - state.peaks.measured_nbytes
+    assert abs(beyond - (128 * 129 * 4 if backwards == 2 else 0)) < 0.01 * state.peaks.measured_nbytes
+    assert state.peaks.measured_nbytes <= state.plan.budget_nbytes
 
 
 def test_gradients_of_the_lesson_are_not_there_later() -> None:
@@ -130,7 +130,7 @@ def test_gradients_of_the_lesson_are_not_there_later() -> None:
 
     run = same_as_plain(Deep, OPTIMIZERS["sgd"], [data(32, 128, seed=s) for s in range(5)], loop)
     state = state_of(run)
-    assert abs(state.plan.predicted_peak_nbytes / state.measured_nbytes - 1) < 0.01
+    assert abs(state.plan.predicted_peak_nbytes / state.peaks.measured_nbytes - 1) < 0.01
 
 
 class Detached(Body):

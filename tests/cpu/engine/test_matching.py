@@ -46,7 +46,7 @@ def test_the_first_op_out_of_turn_holds_what_its_rebuild_starts_from(calls: rang
 
     run = agrees(use, build, profile_steps=3)
     state = state_of(run)
-    assert isinstance(state, Running) and not state.deviated
+    assert isinstance(state, Running) and not state.drift.deviated
     rebuilt = {state.program.graph.ops[op].name for op in state.program.schedule.rebuilt}
     assert "aten::native_layer_norm" in rebuilt
 
@@ -85,7 +85,7 @@ def test_a_plan_is_made_for_the_longest_forward_that_was_observed() -> None:
     state = state_of(run)
     assert isinstance(state, Running) and whole.status().phase == "planned"
     assert len(state.program.graph.forward) == len(state_of(whole).program.graph.forward)
-    assert state.measured_nbytes is not None and state.measured_nbytes <= budget and not state.replanned
+    assert state.peaks.measured_nbytes is not None and state.peaks.measured_nbytes <= budget and not state.past.replanned
 
 
 class Aside(nn.Module):
@@ -119,5 +119,5 @@ def test_what_autograd_saves_and_never_asks_for_is_counted() -> None:
         return train(model, optimizer, batches(6))
 
     state = state_of(agrees(use, build, profile_steps=3))
-    assert isinstance(state, Running) and state.measured_nbytes is not None
-    assert state.measured_nbytes <= 1.001 * state.plan.predicted_peak_nbytes
+    assert isinstance(state, Running) and state.peaks.measured_nbytes is not None
+    assert state.peaks.measured_nbytes <= 1.001 * state.plan.predicted_peak_nbytes

@@ -353,7 +353,7 @@ def test_a_session_whose_plan_puts_everything_away(tmp_path: Path) -> None:
     with leaves_nothing(model), optimize(model, optimizer, **options) as run:
         assert same(expected, use(model, optimizer))
         main = state_of(run)
-        assert isinstance(main, Running) and main.depot is not None and not main.deviated
+        assert isinstance(main, Running) and main.depot is not None and not main.drift.deviated
         assert main.depot.forwards >= len(AROUND) and main.depot.moved_nbytes >= len(AROUND) * predicted.tier_nbytes
         assert main.depot.tiers["disk"].used_nbytes == 0  # type: ignore[attr-defined]
 

@@ -126,7 +126,7 @@ def test_k7_empty_plan_of_another_model(tmp_path: Path) -> None:
     model = small()
     with optimize(model, o := sgd(model), budget="auto", plan=tmp_path / "keep.json", **QUIET) as run:
         train(model, o, batches(3))
-        assert run.status().phase == "planned" and state_of(run).matched
+        assert run.status().phase == "planned" and state_of(run).drift.matched
 
 
 class _Payload:

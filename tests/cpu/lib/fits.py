@@ -152,4 +152,4 @@ def plans_of(trainer: pl.Trainer) -> list[Running]:
 def assert_planned(trainer: pl.Trainer) -> None:
     """A plan was in force that runs random ops again, and the forward was the plan's."""
     found = state_of(session_of(trainer))
-    assert isinstance(found, Running) and found.program.random and not found.deviated
+    assert isinstance(found, Running) and found.program.random and not found.drift.deviated

@@ -85,7 +85,7 @@ def test_unfreezing_layers() -> None:
     _, planned = both(Tuned, max_epochs=3, callbacks=lambda: [Unfreezing()])
     found = plans_of(planned)
     assert len(found) == 3 and len({s.plan.fingerprint for s in found}) == 3
-    assert not any(s.deviated for s in found)
+    assert not any(s.drift.deviated for s in found)
 
 
 class Combined(Task):
@@ -130,4 +130,4 @@ def test_a_forward_that_changes_is_observed_again() -> None:
     """Drift: after two forwards that leave the plan the step is observed again; the new plan is the new forward's."""
     _, planned = both(Renewed, max_epochs=2)
     (found,) = plans_of(planned)
-    assert found.again == 1 and not found.deviated and found.steps > 0
+    assert found.past.again == 1 and not found.drift.deviated and found.peaks.steps > 0

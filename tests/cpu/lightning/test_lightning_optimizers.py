@@ -20,7 +20,7 @@ def test_manual_optimization() -> None:
     parts = {signature[0] for signature in states_of(session_of(planned))}
     assert parts == {0, 1, 2} and len(plans_of(planned)) == 3
     for found in plans_of(planned):
-        assert not found.deviated and any(op.phase == "backward" for op in found.program.graph.ops)
+        assert not found.drift.deviated and any(op.phase == "backward" for op in found.program.graph.ops)
 
 
 class Toggled(Task):
@@ -123,7 +123,7 @@ class Contrastive(Task):
 def test_m12_several_forwards_and_backwards(cls: type[pl.LightningModule]) -> None:
     """Toggled optimizers, a GAN in both usual forms, contrastive forwards, over 21 steps: the same state, within plans."""
     _, planned = both(cls, max_epochs=3)
-    assert plans_of(planned) and not any(s.deviated for s in plans_of(planned))
+    assert plans_of(planned) and not any(s.drift.deviated for s in plans_of(planned))
 
 
 def test_two_backwards_of_one_graph() -> None:

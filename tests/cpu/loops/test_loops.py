@@ -161,7 +161,7 @@ def test_extra_ops_on_some_steps() -> None:
         return model.seen
 
     run = agrees(run_all, build, profile_steps=3)
-    assert run.status().phase == "planned" and not state_of(run).deviated
+    assert run.status().phase == "planned" and not state_of(run).drift.deviated
     assert "aten::abs" not in state_of(run).program.names, "the plan is made for the step without the metric"
 
 
@@ -202,7 +202,7 @@ def test_ops_that_run_in_some_steps_only(calls: range) -> None:
 
     run = agrees(run_all, _metric_while(calls), profile_steps=3)
     state = state_of(run)
-    assert isinstance(state, Running) and not state.deviated
+    assert isinstance(state, Running) and not state.drift.deviated
     assert state.plan.predicted.rebuilt_ops > 6
     model, batch, engine = _metric_while(range(0))(), batches(1)[0], PlannedEngine(state.learned)
     with PlannedRecording(engine, model):

@@ -91,7 +91,7 @@ def test_several_forwards_and_backwards(use: Callable[[nn.Module, Batch], Tensor
     del run  # what is alive counts
     gc.collect()
     found = state_of(agrees(run_all, deep, adamw, budget=budget))
-    assert isinstance(found, Running) and found.measured_nbytes is not None and found.measured_nbytes <= budget
+    assert isinstance(found, Running) and found.peaks.measured_nbytes is not None and found.peaks.measured_nbytes <= budget
     assert use is retained or found.plan.predicted.rebuilt_ops > 0
 
 

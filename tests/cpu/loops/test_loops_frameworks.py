@@ -57,7 +57,7 @@ def test_accelerate(precision: str) -> None:
         planned = state_of(run)
     assert_same(expected, state(parts[1]))
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
-    assert isinstance(planned, Running) and planned.program.random and not planned.deviated
+    assert isinstance(planned, Running) and planned.program.random and not planned.drift.deviated
     assert any(op.phase == "update" for op in planned.program.graph.ops), "the prepared optimizer's updates are seen"
 
 
@@ -94,4 +94,4 @@ def test_transformers_trainer(options: dict[str, Any], tmp_path: Path) -> None:
         ends.append((state(model), logged, torch.rand(3)))
     assert_same(ends[0][0], ends[1][0])
     assert ends[0][1] == ends[1][1] and len(ends[0][1]) >= 4 and torch.equal(ends[0][2], ends[1][2])
-    assert isinstance(found, Running) and found.plan.predicted.rebuilt_ops > 0 and not found.deviated
+    assert isinstance(found, Running) and found.plan.predicted.rebuilt_ops > 0 and not found.drift.deviated

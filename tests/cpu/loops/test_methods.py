@@ -109,7 +109,7 @@ def test_one_plan_for_a_step_of_several_calls(loss: Loss) -> None:
     """The plain bits, a plan that rebuilds, one signature, no deviation; a step takes what was predicted."""
     run = agrees(lambda m, o: train(m, o, batches(8), loss))
     found, status = state_of(run), run.status()
-    assert isinstance(found, Running) and len(states_of(run)) == 1 and not found.deviated
+    assert isinstance(found, Running) and len(states_of(run)) == 1 and not found.drift.deviated
     assert status.plan is not None and status.plan.predicted.rebuilt_ops > 0 and status.predicted_peak_nbytes is not None
     if status.measured_peak_nbytes is not None:
         assert status.measured_peak_nbytes == pytest.approx(status.predicted_peak_nbytes, rel=0.01)
@@ -175,7 +175,7 @@ def test_moves_of_an_agent_between_its_steps(gradients: bool) -> None:
         return value.square().mean() - chances.max(-1).values.mean()
 
     run = agrees(on_noise(loss, 8), lambda: seeded(Agent))
-    assert isinstance(state_of(run), Running) and not state_of(run).deviated
+    assert isinstance(state_of(run), Running) and not state_of(run).drift.deviated
     assert run.plan is not None and run.plan.predicted.rebuilt_ops > 0
 
 
@@ -201,7 +201,7 @@ def test_gradients_that_are_cached() -> None:
         return losses
 
     run = agrees(use, lambda: seeded(Agent))
-    assert len(states_of(run)) == 1 and not state_of(run).deviated
+    assert len(states_of(run)) == 1 and not state_of(run).drift.deviated
     assert run.plan is not None and run.plan.predicted.rebuilt_ops > 0
 
 
@@ -245,7 +245,7 @@ def test_a_batch_that_raises(inside: bool) -> None:
         return losses
 
     run = agrees(use, build)
-    assert isinstance(state_of(run), Running) and not state_of(run).deviated
+    assert isinstance(state_of(run), Running) and not state_of(run).drift.deviated
     assert run.plan is not None and run.plan.predicted.rebuilt_ops > 0
 
 
@@ -267,7 +267,7 @@ def test_evaluation_by_methods_between_the_steps() -> None:
         return seen
 
     run = agrees(use)
-    assert len(states_of(run)) == 1 and not state_of(run).deviated
+    assert len(states_of(run)) == 1 and not state_of(run).drift.deviated
     assert run.plan is not None and run.plan.predicted.rebuilt_ops > 0
 
 
@@ -301,7 +301,7 @@ def test_modules_that_take_turns() -> None:
 
     run = agrees(use, lambda: seeded(Adversaries), both)
     found = list(states_of(run).values())
-    assert len(found) == 2 and all(isinstance(s, Running) and s.lender is None and not s.deviated for s in found)
+    assert len(found) == 2 and all(isinstance(s, Running) and s.lender is None and not s.drift.deviated for s in found)
 
 
 # -- the model itself is called ------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def test_a_call_whose_graph_is_dropped_once_a_step() -> None:
         return losses
 
     run = agrees(use, agent)
-    assert run.plan is not None and not state_of(run).deviated
+    assert run.plan is not None and not state_of(run).drift.deviated
 
 
 @pytest.mark.parametrize("by", ["native", "python"])

@@ -132,7 +132,7 @@ def test_other_threads() -> None:
                 h.sum().backward()
                 optimizer.zero_grad()
         train(model, optimizer, batches(3), through_modules)
-        assert not state_of(run).deviated and nothing_is_on()
+        assert not state_of(run).drift.deviated and nothing_is_on()
 
 
 def test_an_outer_hook_that_ends_is_the_users() -> None:
@@ -164,7 +164,7 @@ def test_nothing_keeps_what_a_forward_without_a_backward_recorded() -> None:
             assert len(engines) == 3 and [ref() for ref in engines[:-1]] == [None] * 2
         finally:
             gc.enable()
-        assert not state_of(run).deviated
+        assert not state_of(run).drift.deviated
 
 
 class Noted(nn.Linear):

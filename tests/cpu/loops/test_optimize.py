@@ -75,14 +75,14 @@ def test_p1_p5_p6_same_bits_within_the_budget(name: str, loss: Any) -> None:
             found = state_of(run)
         assert_same(expected, state(model))
         assert all(torch.equal(a, b) for a, b in zip(plain, losses, strict=True))
-        assert isinstance(found, Running) and found.measured_nbytes is not None
+        assert isinstance(found, Running) and found.peaks.measured_nbytes is not None
         predicted = found.plan.predicted_peak_nbytes
-        assert abs(found.measured_nbytes - predicted) <= 0.01 * predicted + SMALL
+        assert abs(found.peaks.measured_nbytes - predicted) <= 0.01 * predicted + SMALL
         if isinstance(budget, str):
             assert predicted - held < 0.75 * (found.plan.unmodified_peak_nbytes - held)
             beyond += [budget_at(run, 0.6) - held, budget_at(run, 0.3) - held]
         else:
-            assert found.measured_nbytes <= budget
+            assert found.peaks.measured_nbytes <= budget
         del run, found, model, optimizer, losses
 
 
@@ -93,9 +93,9 @@ def test_state_made_by_the_only_observed_step_is_planned_for(name: str) -> None:
     with optimize(model, o := OPTIMIZERS[name](model), budget="min", verbose=False, profile_steps=1) as run:
         train(model, o, batches(3))
         found = state_of(run)
-    assert isinstance(found, Running) and found.measured_nbytes is not None
+    assert isinstance(found, Running) and found.peaks.measured_nbytes is not None
     predicted = found.plan.predicted_peak_nbytes
-    assert abs(found.measured_nbytes - predicted) <= 0.01 * predicted + SMALL // 4
+    assert abs(found.peaks.measured_nbytes - predicted) <= 0.01 * predicted + SMALL // 4
 
 
 def test_update_of_the_only_observed_step_is_not_metered() -> None:
@@ -109,7 +109,7 @@ def test_update_of_the_only_observed_step_is_not_metered() -> None:
         train(model, optimizer, batches(3))
         found = state_of(run)
     assert isinstance(found, Running) and 0 < found.plan.unmodified_peak_nbytes < 1 << 30
-    assert found.measured_nbytes is not None and found.measured_nbytes <= budget
+    assert found.peaks.measured_nbytes is not None and found.peaks.measured_nbytes <= budget
 
 
 @pytest.fixture
@@ -277,10 +277,10 @@ def test_plan_file(tmp_path: Any) -> None:
     with optimize(model, optimizer := sgd(model), budget=predicted, plan=tmp_path / "plan.json", **QUIET) as run:
         train(model, optimizer, batches(5))
         found = state_of(run)
-        assert isinstance(found, Running) and found.steps == 5 and not found.deviated
+        assert isinstance(found, Running) and found.peaks.steps == 5 and not found.drift.deviated
         assert not any(isinstance(s, Observing) for s in states_of(run).values())
         held = sum(t.nbytes for t in expected.values())  # which, as this one's losses, the run that made the plan did not have
-        assert found.measured_nbytes is not None and found.measured_nbytes <= predicted + held + 64
+        assert found.peaks.measured_nbytes is not None and found.peaks.measured_nbytes <= predicted + held + 64
     assert_same(expected, state(model))
 
 

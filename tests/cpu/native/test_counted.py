@@ -91,7 +91,7 @@ def test_what_the_loop_holds_from_the_step_before(window: Window) -> None:
     assert run.plan is not None
     assert peaks[-1] == pytest.approx(run.plan.predicted_peak_nbytes, rel=0.001)
     state = state_of(run)
-    assert isinstance(state, Running) and state.measured_nbytes == peaks[-1]
+    assert isinstance(state, Running) and state.peaks.measured_nbytes == peaks[-1]
     logits = ROWS * CLASSES * 4
     held = [t for t in graph_of(run).tensors if t.born_at == BEFORE and t.nbytes == logits and t.name.startswith("held")]
     assert len(held) == 1 and 0 <= held[0].freed_at < len(graph_of(run).points) - 1
@@ -110,7 +110,7 @@ def test_a_copy_that_is_made_later_is_planned_for(window: Window) -> None:
     peaks, run = trained(model, window, budget, steps=10, after=after)
     state, nbytes = state_of(run), sum(p.nbytes for p in model.parameters())
     assert isinstance(state, Running) and run.plan is not None
-    assert state.regrown == 1 and state.replanned == 0 and nbytes <= state.held_nbytes < nbytes + 4096
+    assert state.past.regrown == 1 and state.past.replanned == 0 and nbytes <= state.past.held_nbytes < nbytes + 4096
     assert peaks[5] > budget >= max(peaks[6:])
     assert peaks[-1] == pytest.approx(run.plan.predicted_peak_nbytes, rel=0.001)
 

@@ -1,1 +1,1 @@
-"""Ranks that train together (lightning_memopt/ranks, session/agreement.py): meetings, one plan for all, failures with names."""
+"""Ranks that train together (lightning_memopt/ranks, session/ranks): meetings, one plan for all, failures with names."""

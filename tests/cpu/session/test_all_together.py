@@ -84,9 +84,9 @@ def test_bits_and_budget(accumulate: int, mixed: bool, monkeypatch: pytest.Monke
         assert all(map(same_bits, expected, found))
         assert run is not None and run.plan is not None
         state: Any = state_of(run)
-        assert not state.deviated and state.measured_nbytes is not None
-        assert state.measured_nbytes <= run.plan.budget_nbytes
-        assert abs(state.measured_nbytes / run.plan.predicted_peak_nbytes - 1) <= 0.01
+        assert not state.drift.deviated and state.peaks.measured_nbytes is not None
+        assert state.peaks.measured_nbytes <= run.plan.budget_nbytes
+        assert abs(state.peaks.measured_nbytes / run.plan.predicted_peak_nbytes - 1) <= 0.01
         plans.append(run.plan)
         resident = resident_nbytes(state.program.graph)
         budget = resident + (run.plan.predicted_peak_nbytes - resident) * 3

@@ -50,20 +50,20 @@ def trained(*tails: int, **options: object) -> Running:
 def test_a_lasting_change_is_planned_for() -> None:
     """Two forwards that leave the plan, one that is observed; then the plan is that of the new forward."""
     found = trained(*[0] * 5, *[2] * 6)
-    assert found.again == 1 and found.steps == 3 and not found.deviated
+    assert found.past.again == 1 and found.peaks.steps == 3 and not found.drift.deviated
     assert found.plan.predicted.rebuilt_ops > 0
 
 
 def test_now_and_then_is_no_drift() -> None:
     """Every third forward takes another branch: the plan of the others stays."""
     found = trained(*[0] * 4, 2, 0, 0, 2, 0, 0, 2, 0)
-    assert found.again == 0 and found.deviated and found.deviated_in_a_row == 0
+    assert found.past.again == 0 and found.drift.deviated and found.drift.in_a_row == 0
 
 
 def test_observing_again_is_bounded() -> None:
     """A forward that keeps changing is observed again three times, and not any more."""
     found = trained(*[0] * 3, *[n for n in range(1, 8) for _ in range(4)])
-    assert found.again == 3 and found.deviated_in_a_row > 2
+    assert found.past.again == 3 and found.drift.in_a_row > 2
 
 
 def test_it_is_said(said: Said) -> None:
@@ -80,9 +80,9 @@ def test_a_step_is_measured_again_after_drift() -> None:
     with optimize(model, o := sgd(model), budget="min", verbose=False, profile_steps=2) as run:
         train(model, o, batches(4))
         found = state_of(run)
-        assert isinstance(found, Running) and found.measured_nbytes is not None and not found.measures
+        assert isinstance(found, Running) and found.peaks.measured_nbytes is not None and not found.measures
         loss_of(model, batches(1)[0]).backward()
         o.step()
         assert found.measures
         train(model, o, batches(1))
-        assert state_of(run) is found and found.measured_nbytes is not None
+        assert state_of(run) is found and found.peaks.measured_nbytes is not None

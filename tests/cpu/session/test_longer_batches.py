@@ -100,7 +100,7 @@ def test_a_longer_batch_borrows_a_plan() -> None:
         assert longer < 2 or peak < 0.5 * unmodified, (lengths[longer], peak, unmodified)
     assert peaks[6] < 1.2 * own[1]
     lent = [s for s in states.values() if isinstance(s, Running) and s.lender is not None]
-    assert len(lent) == 3 and all(stretched(s) and not s.deviated for s in lent)
+    assert len(lent) == 3 and all(stretched(s) and not s.drift.deviated for s in lent)
     predicted = [s.plan.predicted_peak_nbytes for s in lent]
     assert predicted == sorted(set(predicted)), "the prediction grows with the batch"
 

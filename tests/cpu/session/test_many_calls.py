@@ -135,7 +135,7 @@ def test_a_penalty_in_some_steps_has_a_plan_of_its_own() -> None:
 
     run = agrees(use, net)
     found = list(states_of(run).values())
-    assert len(found) == 2 and all(isinstance(state, Running) and not state.deviated for state in found)
+    assert len(found) == 2 and all(isinstance(state, Running) and not state.drift.deviated for state in found)
 
 
 def test_it_is_said(said: Said) -> None:

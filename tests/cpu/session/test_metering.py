@@ -27,8 +27,8 @@ def test_evaluation_between_accumulated_batches() -> None:
     session = session_of(fit(memopt(profile_steps=1), Wide, accumulate_grad_batches=2, data=data, **options))
     found, measured = state_of(session), session.status().measured_peak_nbytes
     assert counter() is None or (measured is not None and measured >= 1 << 24)
-    assert found.measured_nbytes is not None
-    assert found.measured_nbytes <= 1.05 * found.plan.predicted_peak_nbytes
+    assert found.peaks.measured_nbytes is not None
+    assert found.peaks.measured_nbytes <= 1.05 * found.plan.predicted_peak_nbytes
 
 
 @needs_native

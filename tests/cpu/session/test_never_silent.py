@@ -72,7 +72,12 @@ def test_forward_that_saves_only_inputs_and_parameters(name: str) -> None:
     """Its backward is seen: there is a plan, which drops nothing, and nothing is recorded any more."""
     run = agrees(on_noise, lambda: seeded(SAVE_ONLY_INPUTS[name]))
     found = state_of(run)
-    assert isinstance(found, Running) and found.program.empty and found.steps == 3 and found.measured_nbytes is not None
+    assert (
+        isinstance(found, Running)
+        and found.program.empty
+        and found.peaks.steps == 3
+        and found.peaks.measured_nbytes is not None
+    )
 
 
 @pytest.mark.parametrize("name", ["linear", "shifted"])

@@ -201,7 +201,7 @@ def test_steps_that_do_more_at_no_regular_distance_are_told_of() -> None:
                 between(model, optimizer, torch.randn(64, WIDTH), i in (5, 8, 13, 20, 29, 34), {})
     assert sum("some steps do more" in str(w.message) for w in said) == 1
     state = state_of(run)
-    assert isinstance(state, Running) and state.again == 3
+    assert isinstance(state, Running) and state.past.again == 3
 
 
 @needs_native

@@ -116,8 +116,8 @@ def test_below_what_recomputation_can_do(smallest: int) -> None:
     main = state_of(run)
     assert isinstance(main, Running) and run.plan is not None
     assert {tier_of(life.form) for life in run.plan.lives if life.how == "fetch"} == {"disk"}
-    assert main.measured_nbytes is not None and main.measured_nbytes <= budget
-    assert abs(main.measured_nbytes / run.plan.predicted_peak_nbytes - 1) <= 0.01
+    assert main.peaks.measured_nbytes is not None and main.peaks.measured_nbytes <= budget
+    assert abs(main.peaks.measured_nbytes / run.plan.predicted_peak_nbytes - 1) <= 0.01
     moved = run.plan.predicted.moved_nbytes
     assert moved > 0 and "moved" in run.text  # type: ignore[attr-defined]
     assert main.depot is not None and (main.depot.forwards, main.depot.timed) == (4, 4)
@@ -203,11 +203,11 @@ def test_masks_at_one_bit_are_lossless(monkeypatch: pytest.MonkeyPatch) -> None:
     with optimize(model, o, budget="min", recompute=False, compress="lossless", **QUIET) as run:
         found = train(model, o, images(6), classified)
         main = state_of(run)
-    assert isinstance(main, Running) and main.measured_nbytes is not None
+    assert isinstance(main, Running) and main.peaks.measured_nbytes is not None
     assert_same(state(twin), state(model))
     assert all(torch.equal(a, b) for a, b in zip(losses, found, strict=True))
     assert {codec_of(life.form) for life in main.plan.lives if life.how == "fetch"} == {"positive"}
-    assert abs(main.measured_nbytes / main.plan.predicted_peak_nbytes - 1) <= 0.01
+    assert abs(main.peaks.measured_nbytes / main.plan.predicted_peak_nbytes - 1) <= 0.01
 
 
 def test_a_threshold_may_be_any_number() -> None:
@@ -267,12 +267,12 @@ def test_compressed_and_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     with optimize(model, o, budget="min", max_slowdown=math.inf, offload="disk", compress="lossless", **QUIET) as run:
         found = train(model, o, data, classified)
         main = state_of(run)
-    assert isinstance(main, Running) and main.measured_nbytes is not None
+    assert isinstance(main, Running) and main.peaks.measured_nbytes is not None
     assert_same(state(twin), state(model))
     assert all(torch.equal(a, b) for a, b in zip(losses, found, strict=True))
     assert "positive@disk" in {life.form for life in main.plan.lives if life.how == "fetch"}
-    assert main.measured_nbytes <= main.plan.budget_nbytes
-    assert abs(main.measured_nbytes / main.plan.predicted_peak_nbytes - 1) <= 0.01
+    assert main.peaks.measured_nbytes <= main.plan.budget_nbytes
+    assert abs(main.peaks.measured_nbytes / main.plan.predicted_peak_nbytes - 1) <= 0.01
 
 
 @pytest.mark.parametrize("offload", ["none", "disk"])
@@ -285,10 +285,10 @@ def test_codecs_have_room_for_their_own_bytes(offload: str) -> None:
     with optimize(model, o, budget="min", offload=offload, compress="lossless", **QUIET) as run:
         train(model, o, data, classified)
         main = state_of(run)
-    assert isinstance(main, Running) and main.measured_nbytes is not None
+    assert isinstance(main, Running) and main.peaks.measured_nbytes is not None
     assert any(life.how == "fetch" for life in main.plan.lives)
-    assert main.measured_nbytes <= main.plan.budget_nbytes
-    assert abs(main.measured_nbytes / main.plan.predicted_peak_nbytes - 1) <= 0.01
+    assert main.peaks.measured_nbytes <= main.plan.budget_nbytes
+    assert abs(main.peaks.measured_nbytes / main.plan.predicted_peak_nbytes - 1) <= 0.01
 
 
 def test_nothing_is_left_behind(smallest: int) -> None:

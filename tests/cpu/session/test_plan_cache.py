@@ -181,7 +181,7 @@ def test_a_smaller_batch_borrows() -> None:
     run_: Any = None
     run = agrees(use, attending, adamw)
     lent = [s for s in states_of(run).values() if isinstance(s, Running) and s.lender is not None]
-    assert len(lent) == 2 and all(s.plan is run.plan and s.steps and not s.deviated for s in lent)
+    assert len(lent) == 2 and all(s.plan is run.plan and s.peaks.steps and not s.drift.deviated for s in lent)
     assert run.plan is not None and run.plan.predicted.rebuilt_ops > 0
 
 
@@ -206,7 +206,7 @@ def test_accumulating_batches_of_several_lengths(monkeypatch: pytest.MonkeyPatch
 
     run = agrees(use, attending, adamw)
     found = [s for s in states_of(run).values() if isinstance(s, Running)]
-    assert len(found) == 10 and sum(s.lender is None for s in found) == 1 and all(s.steps for s in found)
+    assert len(found) == 10 and sum(s.lender is None for s in found) == 1 and all(s.peaks.steps for s in found)
     assert 1 <= len(opened) <= 6
     assert run.plan is not None and run.plan.predicted.rebuilt_ops > 0
 
@@ -235,7 +235,7 @@ def test_a_batch_that_runs_other_ops_is_observed() -> None:
 
     run = agrees(use, branching, adamw)
     one, other = (s for s in states_of(run).values() if isinstance(s, Running))
-    assert one.lender is None and other.lender is None and other.steps == 2 and not other.deviated
+    assert one.lender is None and other.lender is None and other.peaks.steps == 2 and not other.drift.deviated
     assert one.plan.fingerprint != other.plan.fingerprint
 
 

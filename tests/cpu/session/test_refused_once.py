@@ -133,7 +133,7 @@ def test_the_budget_that_is_named_works(build: Any, optimizer: str, profile_step
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         state = loop.run(named, profile_steps)
-    assert state is not None and state.measured_nbytes is not None and state.measured_nbytes <= named
+    assert state is not None and state.peaks.measured_nbytes is not None and state.peaks.measured_nbytes <= named
 
 
 def adversaries(budget: int | None, apart: bool) -> int | None:
@@ -226,7 +226,7 @@ def test_a_history_that_grows_is_planned_for_its_end() -> None:
     state, held = lbfgs("min")
     gradients = sum(p.nbytes for p in small().parameters())
     planned = sum(t.nbytes for t in state.program.graph.tensors if t.born_at == BEFORE and t.kind != "gradient")
-    assert planned >= held - gradients and state.replanned == 0
+    assert planned >= held - gradients and state.past.replanned == 0
     again = [t for t in state.program.graph.tensors if t.kind == "optimizer_state" and t.born_at > BEFORE]
     assert not again, "what the last update made is part of the history"
 

@@ -154,7 +154,7 @@ def test_exact_and_predicted(loss_of: Loss) -> None:
     """The smallest plan has the plain run's bits; it is the only plan of the run, and no step deviates from it."""
     run = agrees(trained(loss_of), net, adam)
     status, found = run.status(), list(states_of(run).values())
-    assert len(found) == 1 and isinstance(found[0], Running) and not found[0].deviated
+    assert len(found) == 1 and isinstance(found[0], Running) and not found[0].drift.deviated
     assert status.measured_peak_nbytes is not None and status.predicted_peak_nbytes is not None
     assert abs(status.measured_peak_nbytes - status.predicted_peak_nbytes) <= 1 << 12
 
@@ -184,7 +184,7 @@ def test_another_number_of_calls_in_each_step() -> None:
 
     run = agrees(trained(some, steps=16), net, adam)
     found = current_of(run)
-    assert isinstance(found, Running) and found.steps >= 8 and not found.deviated
+    assert isinstance(found, Running) and found.peaks.steps >= 8 and not found.drift.deviated
     assert len(found.program.calls) == 4
 
 
@@ -197,7 +197,7 @@ def test_batches_of_another_size_are_expected_to_go_on_alike() -> None:
 
     run = agrees(trained(sized), net, adam)
     found = list(states_of(run).values())
-    assert all(isinstance(state, Running) and not state.deviated for state in found)
+    assert all(isinstance(state, Running) and not state.drift.deviated for state in found)
     assert sum(state.lender is None for state in found) == 1
 
 
@@ -218,7 +218,7 @@ def test_accumulated_forwards_of_one_and_of_two_calls() -> None:
 
     run = agrees(use, net, adam)
     found = list(states_of(run).values())
-    assert all(isinstance(state, Running) and not state.deviated for state in found)
+    assert all(isinstance(state, Running) and not state.drift.deviated for state in found)
     assert sorted(len(state.program.calls) for state in found) == [0, 1]
 
 
@@ -242,7 +242,7 @@ def test_a_saved_plan_of_several_calls(tmp_path_factory: pytest.TempPathFactory)
     with optimize(model, optimizer := adam(model), budget="100%", plan=path, **QUIET) as given:
         trained(time_steps)(model, optimizer)
         found = list(states_of(given).values())
-    assert len(found) == 1 and isinstance(found[0], Running) and found[0].matched and not found[0].deviated
+    assert len(found) == 1 and isinstance(found[0], Running) and found[0].drift.matched and not found[0].drift.deviated
     assert not any(isinstance(state, Observing) for state in found)
 
 

@@ -201,7 +201,7 @@ def test_translation(solved: Solved) -> None:
     assert_few(solved, free=FREE_SOLVES)
     assert solved.planned >= 0.5 * solved.steps
     borrowers = [s for s in states_of(run).values() if isinstance(s, Running) and s.lender is not None]
-    assert any(s.deviated and s.steps > 1 for s in borrowers)
+    assert any(s.drift.deviated and s.peaks.steps > 1 for s in borrowers)
 
 
 def test_a_solve_waits_until_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,8 +130,8 @@ def test_budget_covers_the_other_network_s_step() -> None:
     for profile_steps in (1, 2):  # after one step the state of both optimizers has just been made
         gc.collect()
         found = state_of(compared(between, "generator", budget, profile_steps=profile_steps))
-        assert isinstance(found, Running) and found.measured_nbytes is not None
-        assert found.replanned == 0 and found.measured_nbytes <= budget
+        assert isinstance(found, Running) and found.peaks.measured_nbytes is not None
+        assert found.past.replanned == 0 and found.peaks.measured_nbytes <= budget
         assert found.plan.predicted.rebuilt_ops > 0
         del found
 
@@ -221,7 +221,7 @@ def test_update_by_hand(update: Callable[[nn.Parameter, Tensor], None]) -> None:
     run = agrees(partial(by_hand, update=update), make=lambda _: [])
     found = state_of(run)
     assert isinstance(found, Running) and found.plan.predicted.rebuilt_ops > 0
-    assert found.steps == 5 and found.measured_nbytes is not None
+    assert found.peaks.steps == 5 and found.peaks.measured_nbytes is not None
 
 
 @pytest.mark.filterwarnings("error:MemOpt")

@@ -71,7 +71,7 @@ def test_a_budget_is_kept_without_rebuilding(options: dict[str, Any], share: flo
     run, ended, losses = trained(wide(), budget=budget, **AWAY, **options)
     assert_same(expected, ended)
     assert all(torch.equal(a, b) for a, b in zip(expected_losses, losses, strict=True))
-    plan, measured = main(run).plan, main(run).measured_nbytes
+    plan, measured = main(run).plan, main(run).peaks.measured_nbytes
     assert {life.how for life in plan.lives} == {"original", "fetch"} and plan.predicted.rebuilt_ops == 0
     assert measured is not None and measured <= budget
     assert measured == pytest.approx(plan.predicted.needed_nbytes, rel=0.002)
@@ -114,7 +114,7 @@ def test_a_budget_that_they_cannot_keep() -> None:
     """InfeasibleError in the first step, before it updates; the budget that it names works."""
     named = refused(counted_nbytes() + 600_000)
     run, *_ = trained(wide(), budget=named, **AWAY)
-    measured = main(run).measured_nbytes
+    measured = main(run).peaks.measured_nbytes
     assert measured is not None and measured <= named
     budget = counted_nbytes() + smallest(recompute=False) - 50_000
     with pytest.raises(InfeasibleError):  # and without any way to keep it the unmodified step is the smallest
@@ -183,7 +183,7 @@ def test_updates_in_backward_with_running_statistics(monkeypatch: pytest.MonkeyP
             marked_loop(model, run, optimizer, [data(64, 64, seed=s) for s in range(STEPS)])
         ends.append([model.state_dict(), optimizer.state_dict()])
     assert_same_tree(*ends)
-    assert updates and run is not None and main(run).matched and not main(run).deviated
+    assert updates and run is not None and main(run).drift.matched and not main(run).drift.deviated
 
 
 def test_a_plan_file_that_rebuilds_is_refused(tmp_path: Path) -> None:

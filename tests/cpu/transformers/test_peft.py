@@ -104,9 +104,9 @@ def test_switched_while_training() -> None:
     mine = callback()
     assert_same(use([]), use([mine]))
     states = [s for s in mine.run.session._plan_cache.values() if isinstance(s, Running)]
-    assert len(states) == 2 and all(s.plan.predicted.rebuilt_ops and s.measured_nbytes for s in states)
+    assert len(states) == 2 and all(s.plan.predicted.rebuilt_ops and s.peaks.measured_nbytes for s in states)
     for s in states:
-        assert abs((s.measured_nbytes or 0) - s.plan.predicted.needed_nbytes) <= 0.01 * s.plan.predicted.needed_nbytes
+        assert abs((s.peaks.measured_nbytes or 0) - s.plan.predicted.needed_nbytes) <= 0.01 * s.plan.predicted.needed_nbytes
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
