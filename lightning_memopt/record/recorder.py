@@ -270,8 +270,8 @@ class Recorder(Outside):
         record.recomputable = record.call is not None or rule.handling == "empty"
 
     def _number(self) -> int:
-        """The number of the call that is being recorded; it rises. In an observed step it is the op's id in the graph. That also
-        counts ops that no recorder sees, and leaves out ops that raised.
+        """The number of the call that is being recorded. It rises. In an observed step it is the op's id in the graph, which
+        also counts ops that no recorder sees, and leaves out ops that raised.
         """
         op = self.op if self.observer is None else self.observer.number
         self.op = op + 1
