@@ -238,7 +238,7 @@ def _reasons_against_early_updates(model: nn.Module, optimizers: list[torch.opti
     """Reasons why the parameters of this model must not be updated in backward; an empty list if there are none."""
     reasons = []
     for module in model.modules():
-        own = isinstance(module, DistributedDataParallel) or fsdp_units(module)  # session/processes.py has their reasons
+        own = isinstance(module, DistributedDataParallel) or fsdp_units(module)  # session/ranks/processes.py has their reasons
         if not own and type(module).__module__.startswith(("torch.nn.parallel", "torch.distributed")):
             reasons.append(Reason(f"{type(module).__name__} reduces gradients after they are final here", "Train without it"))
     if any(o._optimizer_step_pre_hooks for o in optimizers):

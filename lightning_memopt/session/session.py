@@ -16,10 +16,10 @@ What only some sessions need (compiled regions, other ranks, a pool, parked tens
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,15 +66,10 @@ from lightning_memopt.trace import backward_runs
 from lightning_memopt.versions import supported
 
 
-class Begun(NamedTuple):
-    """A call of the model that begins. recording: its contexts; None where nothing is recorded."""
-
-    recording: Recording | None
-
-
 class Session:
-    """One session (see the module). `rounds` are its forwards; `say` tells the user a line. Many methods: a front tells it
-    of each event of a loop by a method of its own; the decisions are made in other files."""
+    """One session (see the module). `say` tells the user a line. Many methods: a front tells it of each event of a loop by a
+    method of its own; the decisions are made in other files.
+    """
 
     def __init__(
         self,
@@ -148,9 +143,7 @@ class Session:
         early = wanted(self.model, self.optimizers, self.config, reasons, self.say) if self.enabled else None
         self._parts.drop(self._early)
         self._early = None if early is None else self._parts.add(early)
-        if early is None:
-            return
-        if self.given is not None:
+        if early is not None and self.given is not None:
             early.adopt(names_of(self.given[1], self.given[0].updates))
 
     def last_backward(self) -> contextlib.AbstractContextManager[None]:
@@ -158,13 +151,11 @@ class Session:
         if self._early is None:
             return contextlib.nullcontext()
         state = self._current if self._step.began else None
-        observation = self._observed_step.now if isinstance(state, Observing) else None
-        chosen: Collection[str] = ()
-        if isinstance(state, Observing) and state.early_known:
-            chosen = self._early.early
-        elif isinstance(state, Running) and not self._step.deviates:
-            chosen = self._early.early - state.waiting
-        return self._early.last_backward(observation, chosen)
+        if isinstance(state, Observing):
+            return self._early.last_backward(self._observed_step.now, self._early.early if state.early_known else ())
+        if isinstance(state, Running) and not self._step.deviates:
+            return self._early.last_backward(None, self._early.early - state.waiting)
+        return self._early.last_backward(None, ())
 
     def closure_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer's step is about to run forward and backward inside of it."""
@@ -355,9 +346,10 @@ class Session:
         trained = self._parameters.trained()
         self._has_changed()
         call = signature_of(part, trained, batch)
-        if not part and (begun := self._goes_on(call)) is not None:
+        goes_on, recording = (False, None) if part else self._goes_on(call)
+        if goes_on:
             self._sequence.goes_on(call)
-            return begun.recording
+            return recording
         state = self._enter(call, batch)
         if not self._step.began:
             self._step.is_nested = backward_runs()
@@ -388,7 +380,9 @@ class Session:
 
     def _enter(self, call: Signature, batch: Any) -> State:
         """A forward begins with this call: the state that serves it."""
-        no_backward, before = self._had_no_backward, self._current
+        before, no_backward = self._current, self._sequence.is_waiting  # no_backward: the forward before has surely had none
+        if isinstance(before, Observing | Waiting):
+            no_backward = self._observed_step.now is not None and not self._observed_step.has_backward
         if no_backward and self._sequence.is_first:
             self._metering.begins_later()
         with self._agreement.first_forward():
@@ -448,26 +442,20 @@ class Session:
         self._ends.planned(engine)
         return PlannedRecording(engine, self.model)
 
-    def _goes_on(self, call: Signature) -> Begun | None:
-        """Whether this call of the model is a part of the present forward, and how it is recorded."""
+    def _goes_on(self, call: Signature) -> tuple[bool, Recording | None]:
+        """Whether this call of the model is a part of the present forward, and what records it then."""
         if isinstance(self._current, Observing | Waiting):
             observation = self._observed_step.now
             recording = None if observation is None else observation.goes_on()
-            return None if recording is None else Begun(recording)
+            return recording is not None, recording
         is_given = isinstance(self._current, Running) and self._current.is_given  # only the ops say which calls its plan is for
         if not (self._sequence.expects(call) or (self._sequence.now and is_given)):
-            return None
+            return False, None
         if self._sequence.engine is None:
-            return Begun(None)
+            return True, None
         engine = self._sequence.engine()
-        return Begun(PlannedRecording(engine, self.model)) if engine is not None and engine.next_call() else None
-
-    @property
-    def _had_no_backward(self) -> bool:
-        """Whether the present forward has surely had no backward."""
-        if isinstance(self._current, Observing | Waiting):
-            return self._observed_step.now is not None and not self._observed_step.has_backward
-        return self._sequence.is_waiting
+        goes_on = engine is not None and engine.next_call()
+        return goes_on, PlannedRecording(engine, self.model) if goes_on and engine is not None else None
 
     def _round_ended(self, engine: Engine) -> None:
         if self._observed_step.now is not None:

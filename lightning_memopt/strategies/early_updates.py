@@ -24,7 +24,7 @@ def of_trainer(trainer: Any) -> list[Reason]:
     module, precision = trainer.lightning_module, trainer.precision_plugin
     strategies, plugins = part(trainer, "strategies"), part(trainer, "plugins")
     is_overridden = part(trainer, "utilities.model_helpers").is_overridden
-    # their models say themselves what is against early updates (session/processes.py)
+    # their models say themselves what is against early updates (session/ranks/processes.py)
     known = (strategies.DDPStrategy, lightning_private.ShardedStrategy)
     reasons = []
     if not module.automatic_optimization:
