@@ -107,7 +107,16 @@ class Dag:
             at = len(points) + len(begin)
             points += [*(Point("release", save) for _, save, _ in begin), Point("op", out)]
             seconds = self.durations[v] / whole * SECONDS
-            op = Op(id=out, name=f"op {v}", phase="forward", inputs=inputs, outputs=(out,), seconds=seconds, recomputable=True, at=at)
+            op = Op(
+                id=out,
+                name=f"op {v}",
+                phase="forward",
+                inputs=inputs,
+                outputs=(out,),
+                seconds=seconds,
+                recomputable=True,
+                at=at,
+            )
             ops.append(op)
             nbytes = self.nbytes[v] * scale
             tensors.append(Tensor(id=out, name=op.name, nbytes=nbytes, kind="activation", storage=out, born_at=at, freed_at=at))

@@ -199,13 +199,14 @@ def _near(
     budget_nbytes: int,
     reserve: Callable[[tuple[Life, ...]], int] | None,
     over: Callable[[], bool],
+    thorough: bool,
 ) -> Iterator[tuple[str, tuple[Life, ...]]]:
     """Plans for a budget that a local search reaches from those of the frontier. `over`: whether the time for it is over."""
     fitting = bisect_right([c.budget_nbytes for c in front], budget_nbytes)
     if fitting < len(front):  # the unmodified step does not fit
         near = with_reserved(front[max(0, fitting - 1)], reserve)
         beside = near.predicted.needed_nbytes - near.predicted.peak_nbytes + near.beside_nbytes + UNSEEN_NBYTES
-        for lives in local_search.within(graph, [c.lives for c in front], fitting, budget_nbytes - beside, over):
+        for lives in local_search.within(graph, [c.lives for c in front], fitting, budget_nbytes - beside, over, thorough):
             yield "local search", lives
 
 
@@ -238,6 +239,7 @@ def solve(
     search_seconds: float = math.inf,
     dense: bool = False,
     budgets: Collection[int] = (),
+    thorough: bool = False,
     say: Progress = lambda _: None,
     detail: Progress = lambda _: None,
     beside: Callable[[tuple[Life, ...]], int] = lambda _: 0,
@@ -247,6 +249,7 @@ def solve(
 
     `search_seconds`: of the time limit, what may be spent once plans for few bytes are known, on faster ones.
     `dense`: with plans between neighbours that are far apart. `budgets`: bytes for which a local search looks for plans.
+    `thorough`: the search takes several times as long, and finds plans that are faster or fit where others did not.
     `beside`: bytes that a plan needs in other steps or calls at the same time. `clock`: what the limit is counted by: this
     thread's seconds of CPU, for a busy machine would have other plans, and could keep fewer budgets. `say` is told that the
     limit was reached, `detail` how the solvers get on.
@@ -302,7 +305,7 @@ def solve(
         if dense:
             yield from _between(graph, front)
         for budget in budgets:
-            yield from _near(priced, front(), budget, reserve, over)
+            yield from _near(priced, front(), budget, reserve, over, thorough)
 
     saves = any(s.unpacked_at and s.tensor in graph.producers for s in graph.saves)
     searched = fenced(graph)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,16 +31,16 @@ def random_graph(seed: int, count: int = 25) -> Graph:
 def changes(draft: Draft) -> Iterator[Change]:
     """All changes that a walk would look at, from any point."""
     for at in range(len(draft.graph.points)):
-        yield from local_search._drops(draft, at)
+        yield from local_search._drops(draft, at, wide=True)
     for tensor, _, lives in local_search._keeps(draft, 1 << 60):
-        change = draft.change(tensor, lives)
+        change = draft.change({tensor: lives})
         if change is not None:
             yield change
 
 
 def changed(draft: Draft, change: Change) -> list[Life]:
-    others = [life for life in draft.lives if life.tensor != change.tensor]
-    return sorted([*others, *change.lives], key=lambda life: (life.tensor, life.born_at))
+    others = [life for life in draft.lives if life.tensor not in change.lives]
+    return sorted([*others, *itertools.chain(*change.lives.values())], key=lambda life: (life.tensor, life.born_at))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -60,12 +61,13 @@ def test_a_change_costs_what_the_simulator_says(seed: int) -> None:
     assert looked_at > 20
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_each_step_of_a_walk_is_a_plan_and_goes_on(seed: int) -> None:
+def test_each_step_of_a_walk_is_a_plan_and_goes_on(seed: int, wide: bool) -> None:
     """Down: the peak falls, or it is as high at fewer points. Up: the plan takes less time, within the limit."""
     graph = random_graph(seed)
     before = Draft(graph, random_lives(graph, random.Random(seed), held=0.3))
-    for after in local_search.Walks(graph).down(before):
+    for after in local_search.Walks(graph, wide=wide).down(before):
         assert validate(graph, after.lives, lower(graph, after.lives)).ok
         assert after.peak_nbytes <= before.peak_nbytes
         assert after.nbytes[before.peak_at] < before.peak_nbytes
@@ -86,7 +88,7 @@ def test_plans_are_within_the_limit_and_above_the_bound(seed: int) -> None:
     for limit in range(peaks[0], peaks[-1], max(1, (peaks[-1] - peaks[0]) // 6)):
         fitting = sum(peak <= limit for peak in peaks)
         last = float("inf")
-        for lives in local_search.within(graph, plans, fitting, limit):
+        for lives in local_search.within(graph, plans, fitting, limit, thorough=True):
             predicted = simulate(graph, lives).predicted
             assert validate(graph, lives, lower(graph, lives)).ok
             assert predicted.peak_nbytes <= limit
@@ -114,6 +116,39 @@ def test_plans_for_a_budget_are_faster_than_those_of_the_other_solvers() -> None
             alone += plans[0].predicted.seconds
             searched += plans[1].predicted.seconds
     assert searched < 0.75 * alone, f"{searched} of {alone} seconds"
+
+
+def fanning() -> Graph:
+    """A large tensor at the end of a row of costly small ones, of which autograd saves none: kept, the last small one is enough to
+    make the large one again.
+    """
+    steps = [step(f"small{i}", reads=[f"small{i - 1}" if i else "input"], nbytes=2, seconds=8.0) for i in range(4)]
+    steps += [step("large", reads=["small3"], saves=["large"], nbytes=40, seconds=1.0)]
+    steps += [step("wide", reads=["large"], saves=["wide"], nbytes=40, seconds=99.0)]
+    return training_step([*steps, step("last", reads=["wide"], saves=["last"], nbytes=2, seconds=99.0)])
+
+
+def test_a_wide_walk_holds_what_a_rebuild_starts_from() -> None:
+    """A narrow walk runs the whole row again."""
+    graph = fanning()
+    unmodified = Draft(graph, keep_all(graph))
+    narrow, wide = (next(local_search.Walks(graph, wide=wide).down(unmodified)) for wide in (False, True))
+    assert narrow.seconds == 33.0 and wide.seconds == 1.0
+    assert wide.peak_nbytes < unmodified.peak_nbytes
+
+
+def test_a_thorough_search_is_never_slower_and_finds_more() -> None:
+    """In the sum of random steps and budgets."""
+    usual = thorough = 0.0
+    for graph in map(large, range(6)):
+        frontier = planner.solve(graph)
+        least, most = frontier.smallest_nbytes, frontier.unmodified_peak_nbytes
+        for budget in range(least, most, (most - least) // 4 + 1):
+            plans = [planner.solve(graph, budgets=[budget], thorough=t).plan(budget) for t in (False, True)]
+            assert plans[1].predicted.seconds <= plans[0].predicted.seconds and plans[1].predicted_peak_nbytes <= budget
+            usual += plans[0].predicted.seconds
+            thorough += plans[1].predicted.seconds
+    assert thorough < usual
 
 
 def crossing() -> Graph:

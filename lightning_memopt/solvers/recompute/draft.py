@@ -1,6 +1,6 @@
-"""A plan of which one tensor's lives change at a time, and what each change costs.
+"""A plan of which the lives of few tensors change at a time, and what each change costs.
 
-To price a plan, `plan.simulate` walks the whole step. A change of one tensor touches a few segments: those in which it is made
+To price a plan, `plan.simulate` walks the whole step. A change of a tensor touches a few segments: those in which it is made
 or read. A `Draft` lowers only these again, and adds what is otherwise to the bytes of every point. Prices are those of the
 simulator (tests/solvers/test_local_search.py compares them).
 """
@@ -8,7 +8,7 @@ simulator (tests/solvers/test_local_search.py compares them).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,17 +33,15 @@ Lives = tuple[Life, ...]
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """Other lives of a tensor, and the plan that they lead to.
+    """Other lives of some tensors, and the plan that they lead to.
 
-    tensor: the tensor.
-    lives: its lives.
+    lives: the tensors -> their lives.
     segments: point -> the segment there, where it is another one than before; empty where nothing runs any more.
     nbytes: bytes at every point, as of `Timeline.nbytes`.
     extra_seconds: by how much the ops that run again take longer than before; below 0: they take less.
     """
 
-    tensor: int
-    lives: tuple[Life, ...]
+    lives: dict[int, tuple[Life, ...]]
     segments: dict[int, Segment]
     nbytes: np.ndarray
     extra_seconds: float
@@ -116,25 +114,36 @@ class Draft:
         """The points of the segments whose ops read or make a tensor."""
         return self._touching.get(tensor, set())
 
-    def change(self, tensor: int, lives: Iterable[Life]) -> Change | None:
-        """What comes of other lives of a tensor. None where a life could not begin."""
-        before, after = self.lives_of.get(tensor, []), list(lives)
-        born = {life.born_at for life in after if life.how == "rebuild"}
-        unborn = {life.born_at for life in before if life.how == "rebuild"} - born
-        touched = self.segments_of(tensor)
-        there = {point: self._resident(tensor, point) for point in touched}
-        self.lives_of[tensor] = after
+    def resident(self, tensor: int, point: int) -> bool:
+        """Whether a rebuild at a point may start from the tensor."""
+        return self._resident(tensor, point)
+
+    def change(self, lives: Mapping[int, Iterable[Life]]) -> Change | None:
+        """What comes of other lives of these tensors. None where a life could not begin."""
+        after = {t: tuple(other) for t, other in lives.items()}
+        before = {t: self.lives_of.get(t, []) for t in after}
+        touched = {t: {p: self._resident(t, p) for p in self.segments_of(t)} for t in after}
         births: dict[int, set[int]] = {}
+
+        def begins(t: int, point: int, born: bool) -> None:
+            at = births.setdefault(point, set(self._births.get(point, ())))
+            (at.add if born else at.discard)(t)
+
         segments: dict[int, Segment] = {}
+        self.lives_of.update((t, list(other)) for t, other in after.items())
         try:
-            for point in born | unborn | {p for p in touched if self._resident(tensor, p) != there[p]}:
-                births[point] = self._births.get(point, set()) - {tensor} | ({tensor} if point in born else set())
-                segments[point] = segment(self.graph, point, births[point], self._resident) if births[point] else ()
+            for t, there in touched.items():
+                born = {life.born_at for life in after[t] if life.how == "rebuild"}
+                unborn = {life.born_at for life in before[t] if life.how == "rebuild"} - born
+                for point in born | unborn | {p for p, was in there.items() if self._resident(t, p) != was}:
+                    begins(t, point, point in born)
+            for point, made in births.items():
+                segments[point] = segment(self.graph, point, made, self._resident) if made else ()
         except LoweringError:
             return None
         finally:
-            self.lives_of[tensor] = before
-        return self._priced(tensor, after, segments, births)
+            self.lives_of.update(before)
+        return self._priced(after, segments, births)
 
     def after(self, change: Change) -> Draft:
         """The plan with a change, and with all lives only as long as they are read then. Raises LoweringError."""
@@ -143,13 +152,14 @@ class Draft:
             roll.run(point, (op.id for op in self.ops(steps)))
         return Draft(self.graph, roll.lives())
 
-    def _priced(self, tensor: int, after: list[Life], segments: dict[int, Segment], births: dict[int, set[int]]) -> Change:
+    def _priced(self, after: dict[int, tuple[Life, ...]], segments: dict[int, Segment], births: dict[int, set[int]]) -> Change:
         """`births`: point of a segment -> the tensors that it makes for lives."""
         level = self._level.copy()
-        for life in self.lives_of.get(tensor, ()):
-            self._add(level, life, -1)
-        for life in after:
-            self._add(level, life, 1)
+        for t, lives in after.items():
+            for life in self.lives_of.get(t, ()):
+                self._add(level, life, -1)
+            for life in lives:
+                self._add(level, life, 1)
         runs = Counter[int]()
         seconds = 0.0
         costs = {point: segment_cost(self.graph, steps) for point, steps in segments.items()}
@@ -164,7 +174,7 @@ class Draft:
         nbytes = level + (self.nbytes - self._level)
         for point, cost in costs.items():
             nbytes[point] = level[point] + self._above(cost, births[point])
-        return Change(tensor, tuple(after), segments, nbytes, seconds)
+        return Change(after, segments, nbytes, seconds)
 
     def _above(self, cost: SegmentCost, births: set[int]) -> int:
         """Bytes above those of the lives at its point while a segment runs."""

@@ -3,6 +3,9 @@
 Minimum cuts look at one or two points of the step, and a chain at its stages; their plans leave a peak at a third point, or
 room beside it. A walk *down* drops, of the largest tensors at the peak of a plan, the one whose rebuild takes the least time
 for a byte; then the peak is somewhere else. A walk *up* keeps tensors that are rebuilt although there is room to keep them.
+
+A rebuild of what was dropped may need much else again. A *wide* walk down also tries to hold what the rebuild starts from, and
+looks at more tensors: it finds more, and takes several times as long.
 """
 
 from __future__ import annotations
@@ -14,12 +17,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
-from lightning_memopt.graph import Graph
+from lightning_memopt.graph import Graph, Op
 from lightning_memopt.plan import Life, LoweringError, simulate
 from lightning_memopt.solvers.recompute.draft import Change, Draft, Lives
 
-_FEW = 12
-"""So many of the largest tensors at a peak are looked at."""
+_FEW, _MANY = 12, 40
+"""So many of the largest tensors at a peak are looked at; by a wide walk, so many."""
 _STARTS, _STRIDE = 12, 3
 """A search begins at so many plans above the limit: every third one first."""
 _LOOSER = 1.05, 1.1, 1.2, 1.4
@@ -30,6 +33,8 @@ _WORK, _LEAST = 250_000, 20
 """A search makes plans for so many points of the step in all, and so many plans at least: a count, so that the result does not
 depend on how busy the machine is.
 """
+_WIDER = 30
+"""Wide walks make so many times as many plans."""
 _POINTS_PER_SECOND = 60_000
 """For about so many points a search makes plans in a second."""
 _WATCHED = 5_000
@@ -41,29 +46,42 @@ of the graph, which do not depend on the machine. Steps of a thousand tiny ops a
 
 
 def within(
-    graph: Graph, plans: Sequence[Lives], fitting: int, limit_nbytes: int, over: Callable[[], bool] = lambda: False
+    graph: Graph,
+    plans: Sequence[Lives],
+    fitting: int,
+    limit_nbytes: int,
+    over: Callable[[], bool] = lambda: False,
+    thorough: bool = False,
 ) -> Iterator[Lives]:
     """Plans within a limit, each faster than the one before, that walks from the plans of a frontier lead to. `plans`: peaks
     rising, and seconds falling; the first `fitting` of them are within the limit. `over`: whether the time for it is over.
+    `thorough`: with wide walks after the others.
     """
-    walks = Walks(graph, over=over)
     above = range(fitting, min(len(plans), fitting + _STARTS))
-    starts = [*range(max(0, fitting - 1), fitting), *(i for first in range(_STRIDE) for i in above[first::_STRIDE])]
+    nearest = range(max(0, fitting - 1), fitting)
+    rounds = [(Walks(graph, over=over), [*nearest, *(i for first in range(_STRIDE) for i in above[first::_STRIDE])])]
+    if thorough:
+        left = _WIDER * max(_LEAST, _WORK // max(1, len(graph.points)))
+        rounds.append((Walks(graph, left, over, wide=True), [len(plans) - 1, *above[::_STRIDE]]))
     best: Draft | None = None
-    for i in starts:
-        draft = walks.within(Draft(graph, plans[i]), limit_nbytes)
-        if draft is not None and (best is None or draft.seconds < best.seconds):
-            best = draft
-            yield draft.lives
-    in_vain = 0
-    for looser in itertools.cycle(_LOOSER):
-        if best is None or in_vain == len(_LOOSER):
-            return
-        in_vain += 1
-        draft = walks.within(walks.topmost(best, int(looser * limit_nbytes)), limit_nbytes)
-        if draft is not None and draft.seconds < best.seconds:
-            best, in_vain = draft, 0
-            yield draft.lives
+    for walks, starts in rounds:
+        for i in starts:
+            start = Draft(graph, plans[i])
+            if walks.wide and best is not None and start.seconds > best.seconds:
+                continue
+            draft = walks.within(start, limit_nbytes)
+            if draft is not None and (best is None or draft.seconds < best.seconds):
+                best = draft
+                yield draft.lives
+        in_vain = 0
+        for looser in itertools.cycle(_LOOSER):
+            if best is None or in_vain == len(_LOOSER):
+                break
+            in_vain += 1
+            draft = walks.within(walks.topmost(best, int(looser * limit_nbytes)), limit_nbytes)
+            if draft is not None and draft.seconds < best.seconds:
+                best, in_vain = draft, 0
+                yield draft.lives
 
 
 def smaller(graph: Graph, plans: Iterable[Lives]) -> Lives | None:
@@ -91,13 +109,16 @@ class Walks:
     """Walks through the plans of a graph.
 
     graph: the graph. Seconds are those of its ops.
+    wide: whether walks down are wide.
     left: so many plans may still be made; one whose ops run again more often than the graph has points counts as several.
 
     `over`: whether the time for making plans is over. It is asked each time that plans for `_WATCHED` points were made.
     """
 
-    def __init__(self, graph: Graph, left: int | None = None, over: Callable[[], bool] = lambda: False) -> None:
-        self.graph = graph
+    def __init__(
+        self, graph: Graph, left: int | None = None, over: Callable[[], bool] = lambda: False, wide: bool = False
+    ) -> None:
+        self.graph, self.wide = graph, wide
         self.left = max(_LEAST, _WORK // max(1, len(graph.points))) if left is None else left
         self._over, self._unwatched = over, 0
         self._passed: set[tuple[Lives, int]] = set()
@@ -146,7 +167,7 @@ class Walks:
             """Seconds for a byte at the peak."""
             return max(0.0, change.extra_seconds) / (level - int(change.nbytes[peak_at])), change.peak_nbytes
 
-        drops = sorted(filter(lower, _drops(draft, peak_at)), key=price)
+        drops = sorted(filter(lower, _drops(draft, peak_at, self.wide)), key=price)
         return next(filter(lower, self._after(draft, drops)), None)
 
     def _up(self, draft: Draft, limit_nbytes: int, tried: set[tuple[int, int]]) -> Draft | None:
@@ -154,7 +175,7 @@ class Walks:
             for t, point, kept in _keeps(draft, limit_nbytes):
                 if (t, point) not in tried:
                     tried.add((t, point))
-                    change = draft.change(t, kept)
+                    change = draft.change({t: kept})
                     if change is not None and change.peak_nbytes <= limit_nbytes and change.extra_seconds < 0:
                         yield change
 
@@ -177,9 +198,9 @@ class Walks:
                 yield draft.after(change)
 
 
-def _drops(draft: Draft, at: int) -> Iterator[Change]:
+def _drops(draft: Draft, at: int, wide: bool = False) -> Iterator[Change]:
     """Changes that drop one of the largest tensors at a point, and rebuild it where autograd next asks for it, or where an op
-    that runs again next reads it.
+    that runs again next reads it; `wide`: also with what the rebuild starts from held until then.
     """
     graph = draft.graph
     there = [
@@ -187,7 +208,7 @@ def _drops(draft: Draft, at: int) -> Iterator[Change]:
         for life in draft.lives
         if life.born_at <= at <= life.freed_at and (life.how == "rebuild" or graph.tensors[life.tensor].freed_at < at)
     ]
-    for life in sorted(there, key=lambda life: -graph.tensors[life.tensor].nbytes)[:_FEW]:
+    for life in sorted(there, key=lambda life: -graph.tensors[life.tensor].nbytes)[: _MANY if wide else _FEW]:
         t = life.tensor
         op = graph.producers.get(t)
         reads = list(graph.reads(t))
@@ -200,9 +221,50 @@ def _drops(draft: Draft, at: int) -> Iterator[Change]:
             lives.append(replace(life, freed_at=at - 1))
         for again in {next((p for p in points if p > at), None) for points in (asked, read)}:
             rebuilt = [] if again is None else [Life(tensor=t, born_at=again, freed_at=life.freed_at, how="rebuild")]
-            change = draft.change(t, [*lives, *rebuilt])
-            if change is not None:
-                yield change
+            for held in [{}, *(_starts(draft, op, at, again) if wide and again is not None else ())]:
+                change = draft.change({t: [*lives, *rebuilt], **held})
+                if change is not None:
+                    yield change
+
+
+def _starts(draft: Draft, op: Op, at: int, again: int) -> Iterator[dict[int, list[Life]]]:
+    """Tensors that a rebuild of an op's result at the point `again` may start from, with lives until then: what the op reads; and
+    what is in memory at the point `at` upstream of it, which adds nothing there. Nothing where it needs none of them.
+    """
+    graph = draft.graph
+    reads = [t for t in dict.fromkeys(op.inputs) if not draft.resident(t, again)]
+    upstream, stack = dict.fromkeys(reads), list(reads)
+    there = []
+    while stack:
+        t = stack.pop()
+        if _in_memory(draft, t, at):
+            there.append(t)
+            continue
+        maker = graph.producers.get(t)
+        if maker is None or not maker.recomputable:
+            there = []
+            break
+        new = [u for u in maker.inputs if u not in upstream and not draft.resident(u, again)]
+        upstream.update(dict.fromkeys(new))
+        stack += new
+    for starts in dict.fromkeys((tuple(sorted(reads)), tuple(sorted(there)))):
+        if starts and graph.overwritten.isdisjoint(starts):
+            yield {t: _until(draft, t, again) for t in starts}
+
+
+def _in_memory(draft: Draft, tensor: int, at: int) -> bool:
+    return draft.graph.tensors[tensor].there(at) or any(
+        life.born_at <= at <= life.freed_at for life in draft.lives_of.get(tensor, ())
+    )
+
+
+def _until(draft: Draft, tensor: int, point: int) -> list[Life]:
+    """The lives of a tensor, with one that goes on to a point."""
+    lives = draft.lives_of.get(tensor, [])
+    before = [life for life in lives if life.born_at < point]
+    born_at = draft.graph.tensors[tensor].born_at
+    last = before[-1] if before else Life(tensor=tensor, born_at=born_at, freed_at=point, how="original")
+    return [*before[:-1], replace(last, freed_at=max(last.freed_at, point)), *lives[len(before) :]]
 
 
 def _keeps(draft: Draft, limit_nbytes: int) -> Iterator[tuple[int, int, list[Life]]]:
