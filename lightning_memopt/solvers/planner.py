@@ -249,7 +249,8 @@ def solve(
 
     `search_seconds`: of the time limit, what may be spent once plans for few bytes are known, on faster ones.
     `dense`: with plans between neighbours that are far apart. `budgets`: bytes for which a local search looks for plans.
-    `thorough`: the search takes several times as long, and finds plans that are faster or fit where others did not.
+    `thorough`: the search takes several times as long, and finds plans that are faster or fit where others did not; the bound
+    is that of many points.
     `beside`: bytes that a plan needs in other steps or calls at the same time. `clock`: what the limit is counted by: this
     thread's seconds of CPU, for a busy machine would have other plans, and could keep fewer budgets. `say` is told that the
     limit was reached, `detail` how the solvers get on.
@@ -305,6 +306,8 @@ def solve(
         if dense:
             yield from _between(graph, front)
         for budget in budgets:
+            if thorough:
+                moments.extend(bound.near(graph, budget))
             yield from _near(priced, front(), budget, reserve, over, thorough)
 
     saves = any(s.unpacked_at and s.tensor in graph.producers for s in graph.saves)

@@ -6,11 +6,16 @@ rebuilt at that point or later. The budget, less the bytes that no plan changes,
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from lightning_memopt.graph import Graph, base_levels, unmodified_levels, workspaces
 from lightning_memopt.solvers.recompute.mincut import HoldOrRebuild, Hull
 from lightning_memopt.solvers.recompute.windows import without
+from lightning_memopt.units import ceil_div
+
+_NEAR, _VERTICES = 48, 24
+"""So many points, and the most cuts at each, bound one budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +36,53 @@ class Moment:
         return self.hull.bound_seconds(budget_nbytes - self.natural_nbytes)
 
 
-def requirements(graph: Graph, point: int) -> HoldOrRebuild:
+def requirements(graph: Graph, point: int, there: Collection[int] = ()) -> HoldOrRebuild:
     """The cut problem of the tensors that every plan holds at `point`, or rebuilds at it or later.
 
-    Needed: tensors that autograd asks for from there on. Free: tensors that are in memory anyway or are yet to be made. Lost:
-    tensors that are overwritten before the first request, so that no plan holds them; past it a plan may hold a copy. Ops whose
-    weights do not come again do not run again.
+    Needed: tensors that autograd asks for from there on. Free: tensors that are in memory anyway or are yet to be made, and
+    those of `there`. Lost: tensors that are overwritten before the first request, so that no plan holds them; past it a plan may
+    hold a copy. Ops whose weights do not come again do not run again.
     """
     first = min((p for s in graph.saves for p in s.unpacked_at), default=len(graph.points))
-    gone = frozenset(old for op in graph.ops if op.at < first for old, _ in op.mutates)
+    gone = _gone(graph)
     lost = gone if point <= first else frozenset()
     needed = [s.tensor for s in graph.saves if s.unpacked_at and s.unpacked_at[-1] >= point and s.tensor not in gone]
     away = frozenset(t for t in graph.windowed if graph.tensors[t].freed_at < point)
     if away:
         graph = without(graph, away)
-    return HoldOrRebuild(graph, needed, frozenset(t.id for t in graph.tensors if t.freed_at >= point) - lost, lost)
+    return HoldOrRebuild(
+        graph, needed, (frozenset(t.id for t in graph.tensors if t.freed_at >= point) - lost).union(there), lost
+    )
+
+
+def _gone(graph: Graph) -> frozenset[int]:
+    """Tensors that are overwritten before the first request."""
+    first = min((p for s in graph.saves for p in s.unpacked_at), default=len(graph.points))
+    return frozenset(old for op in graph.ops if op.at < first for old, _ in op.mutates)
+
+
+def being_read(graph: Graph, point: int) -> frozenset[int]:
+    """Tensors made in the step that autograd reads at a point, so that every plan has them in memory, and no step without a plan
+    has.
+    """
+    asked = (s.tensor for s in graph.saves if len(s.unpacked_at) == 1 and s.unpacked_at[0] < point <= s.released_at)
+    made = frozenset(t for t in asked if t in graph.producers and not graph.tensors[t].there(point))
+    return made - _gone(graph)
+
+
+def near(graph: Graph, budget_nbytes: int) -> list[Moment]:
+    """The bounds for one budget at ops where the unmodified step takes more, at so many of them; each made of the cuts that bound
+    this budget, with the bytes that are read there.
+    """
+    levels, natural, extra = unmodified_levels(graph), base_levels(graph), workspaces(graph)
+    above = [op.at for op in graph.ops if op.at <= graph.last_release and levels[op.at] > budget_nbytes]
+    found = []
+    for point in above[:: ceil_div(len(above), _NEAR) or 1]:
+        there = being_read(graph, point)
+        nbytes = natural[point] + extra[point] + sum(graph.tensors[t].nbytes for t in there)
+        problem = requirements(graph, point, there)
+        found.append(Moment(nbytes, problem, problem.hull(_VERTICES, budget_nbytes - nbytes)))
+    return found
 
 
 def moment(graph: Graph, point: int, vertices: int) -> Moment:

@@ -161,8 +161,8 @@ class HoldOrRebuild:
         nbytes, seconds = sum(graph.tensors[t].nbytes for t in held), sum(graph.ops[o].seconds for o in ops)
         return Cut(held, ops, nbytes, seconds, price, value)
 
-    def hull(self, points: int = 10) -> Hull:
-        """The hull, of which up to `points` vertices."""
+    def hull(self, points: int = 10, nbytes: int | None = None) -> Hull:
+        """The hull, of which up to `points` vertices; `nbytes`: those on both sides of so many bytes."""
         cheapest = 1e-15
         dearest = 1e3 * max(self.total_seconds, 1e-9)
         most, least = self.minimum_cut(cheapest), self.minimum_cut(dearest)
@@ -172,7 +172,7 @@ class HoldOrRebuild:
         while gaps and len(vertices) < points:
             gaps.sort(key=lambda pair: (pair[0].nbytes - pair[1].nbytes) * (pair[1].seconds - pair[0].seconds))
             left, right = gaps.pop()
-            if left.nbytes <= right.nbytes:
+            if left.nbytes <= right.nbytes or (nbytes is not None and not right.nbytes <= nbytes <= left.nbytes):
                 continue
             between = self.minimum_cut((right.seconds - left.seconds) / (left.nbytes - right.nbytes))
             cuts.append(between)
