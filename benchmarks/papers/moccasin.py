@@ -42,7 +42,7 @@ def ours(dag: Dag, budget: int, seconds: float) -> dict[str, Any]:
     step = dag.step()
     nbytes = budget * dag.scale + planner.UNSEEN_NBYTES
     wall, cpu = perf_counter(), process_time()
-    frontier = planner.solve(step, limit_seconds=seconds, budgets=(nbytes,))
+    frontier = planner.solve(step, limit_seconds=seconds, budgets=(nbytes,), thorough=True)
     spent = {"seconds": round(perf_counter() - wall, 2), "cpu_seconds": round(process_time() - cpu, 2)}
     bound = frontier.bound_seconds(nbytes) * sum(dag.durations) / SECONDS
     try:

@@ -80,16 +80,22 @@ def _plain(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
 
 def _whole_graph(moment: bound.Moment) -> Iterator[tuple[str, tuple[Life, ...]]]:
     """Single-level plans: hold the tensors of a cut and those that cost nothing at its point, rebuild the rest just in time."""
+    for vertex in moment.hull.vertices:
+        for lives in _holding(moment, vertex.held):
+            yield f"minimum cut, {format_nbytes(vertex.nbytes)} held", lives
+
+
+def _holding(moment: bound.Moment, held: frozenset[int]) -> Iterator[tuple[Life, ...]]:
+    """Plans that hold these tensors at a moment."""
     problem, graph = moment.problem, moment.problem.graph
     requests = sorted((p, s.tensor) for s in graph.saves for p in s.unpacked_at)
     spare = {t for _, t in requests}.difference(problem.needed).union(filter(problem.given, graph.producers))
     lost = {old for op in graph.ops if op.at <= graph.last_release for old, _ in op.mutates}
     always = unrepeatable(graph)
-    for vertex in moment.hull.vertices:
-        for horizon in (None, *(int(share * (requests[-1][0] - requests[0][0])) for share in _HORIZONS)):
-            roll = Rollout(graph)
-            roll.serve(requests, (spare | vertex.held) - lost | always, horizon)
-            yield f"minimum cut, {format_nbytes(vertex.nbytes)} held", roll.lives()
+    for horizon in (None, *(int(share * (requests[-1][0] - requests[0][0])) for share in _HORIZONS)):
+        roll = Rollout(graph)
+        roll.serve((r for r in requests if r[0] >= moment.since), (spare | held) - lost | always, horizon)
+        yield roll.lives()
 
 
 def _chains(graph: Graph) -> list[tuple[str, stage_chain.ModelChain]]:
@@ -306,8 +312,10 @@ def solve(
         if dense:
             yield from _between(graph, front)
         for budget in budgets:
-            if thorough:
-                moments.extend(bound.near(graph, budget))
+            for moment in bound.near(graph, budget) if thorough else ():
+                moments.append(moment)
+                for lives in () if moment.held is None else _holding(moment, moment.held):
+                    yield "whole tensors", lives
             yield from _near(priced, front(), budget, reserve, over, thorough)
 
     saves = any(s.unpacked_at and s.tensor in graph.producers for s in graph.saves)

@@ -7,15 +7,16 @@ rebuilt at that point or later. The budget, less the bytes that no plan changes,
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_memopt.graph import Graph, base_levels, unmodified_levels, workspaces
+from lightning_memopt.solvers.recompute.integers import least_seconds
 from lightning_memopt.solvers.recompute.mincut import HoldOrRebuild, Hull
 from lightning_memopt.solvers.recompute.windows import without
 from lightning_memopt.units import ceil_div
 
-_NEAR, _VERTICES = 48, 24
-"""So many points, and the most cuts at each, bound one budget."""
+_NEAR, _VERTICES, _CLOSED = 48, 24, 4
+"""So many points, and the most cuts at each, bound one budget; and so many of them without the hull's gap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +26,22 @@ class Moment:
     natural_nbytes: bytes in memory whatever the plan says.
     problem: the cut problem of the tensors that a plan may hold beside them.
     hull: its solutions.
+    proven: (bytes, seconds): no choice that holds at most these bytes takes fewer seconds, found without the hull's gap.
+    held: what the best choice holds that was found for it.
+    since: before this point nothing needs to be rebuilt.
     """
 
     natural_nbytes: int
     problem: HoldOrRebuild
     hull: Hull
+    proven: tuple[int, float] = (-1, 0.0)
+    held: frozenset[int] | None = None
+    since: int = 0
 
     def bound_seconds(self, budget_nbytes: int) -> float:
         """No plan within the budget takes fewer extra seconds."""
-        return self.hull.bound_seconds(budget_nbytes - self.natural_nbytes)
+        room, (nbytes, seconds) = budget_nbytes - self.natural_nbytes, self.proven
+        return max(self.hull.bound_seconds(room), seconds if room <= nbytes else 0.0)
 
 
 def requirements(graph: Graph, point: int, there: Collection[int] = ()) -> HoldOrRebuild:
@@ -72,16 +80,21 @@ def being_read(graph: Graph, point: int) -> frozenset[int]:
 
 def near(graph: Graph, budget_nbytes: int) -> list[Moment]:
     """The bounds for one budget at ops where the unmodified step takes more, at so many of them; each made of the cuts that bound
-    this budget, with the bytes that are read there.
+    this budget, with the bytes that are read there. The closest of them are closed to whole tensors.
     """
     levels, natural, extra = unmodified_levels(graph), base_levels(graph), workspaces(graph)
     above = [op.at for op in graph.ops if op.at <= graph.last_release and levels[op.at] > budget_nbytes]
     found = []
     for point in above[:: ceil_div(len(above), _NEAR) or 1]:
-        there = being_read(graph, point)
-        nbytes = natural[point] + extra[point] + sum(graph.tensors[t].nbytes for t in there)
-        problem = requirements(graph, point, there)
-        found.append(Moment(nbytes, problem, problem.hull(_VERTICES, budget_nbytes - nbytes)))
+        read = being_read(graph, point)
+        nbytes = natural[point] + extra[point] + sum(graph.tensors[t].nbytes for t in read)
+        problem = requirements(graph, point, read)
+        found.append(Moment(nbytes, problem, problem.hull(_VERTICES, budget_nbytes - nbytes), since=point))
+    found.sort(key=lambda there: there.bound_seconds(budget_nbytes), reverse=True)
+    for i, there in enumerate(found[:_CLOSED]):
+        room = budget_nbytes - there.natural_nbytes
+        seconds, held = least_seconds(there.problem, room)
+        found[i] = replace(there, proven=(room, seconds), held=held)
     return found
 
 

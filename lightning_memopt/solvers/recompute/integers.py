@@ -1,0 +1,51 @@
+"""The fewest seconds in which a cut problem can be solved within some bytes, whole tensors only: no hull has a gap there."""
+
+from __future__ import annotations
+
+import math
+
+from ortools.sat.python import cp_model
+
+from lightning_memopt.solvers.recompute.mincut import HoldOrRebuild
+
+_UNITS = 1 << 40
+"""The seconds of all ops are so many units, rounded down."""
+_FLOATS = 1 - 1e-9
+"""As in `mincut`."""
+_EFFORT = 0.5
+"""The solver's own measure of work, about seconds; it does not depend on how busy the machine is."""
+
+
+def least_seconds(problem: HoldOrRebuild, nbytes: int) -> tuple[float, frozenset[int] | None]:
+    """No choice that holds at most `nbytes` takes fewer seconds, infinite where none holds so few; and what the best choice that
+    was found holds.
+    """
+    graph = problem.graph
+    if not problem.needed:
+        return 0.0, None
+    model = cp_model.CpModel()
+    held = {t: model.new_bool_var(f"held {t}") for t in problem.tensors if t not in problem.lost}
+    runs = {o: model.new_bool_var(f"runs {o}") for o in problem.ops if graph.ops[o].recomputable}
+
+    def there(t: int) -> list[cp_model.IntVar]:
+        return [of[id] for of, id in ((held, t), (runs, graph.producers[t].id)) if id in of]
+
+    for t in problem.needed:
+        model.add_bool_or(there(t))
+    for o, run in runs.items():
+        for t in graph.ops[o].inputs:
+            if not problem.given(t):
+                model.add_bool_or([run.negated(), *there(t)])
+    unit = math.gcd(*(graph.tensors[t].nbytes for t in held)) or 1
+    model.add(sum(graph.tensors[t].nbytes // unit * held[t] for t in held) <= nbytes // unit)
+    scale = _UNITS / (problem.total_seconds + 1e-12)
+    model.minimize(sum(int(graph.ops[o].seconds * scale) * run for o, run in runs.items()))
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.max_deterministic_time = _EFFORT
+    status = solver.solve(model)
+    if status == cp_model.INFEASIBLE:
+        return math.inf, None
+    found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    holds = frozenset(t for t, choice in held.items() if solver.boolean_value(choice)) if found else None
+    return max(0.0, solver.best_objective_bound / scale * _FLOATS), holds
