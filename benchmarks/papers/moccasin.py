@@ -5,10 +5,10 @@
     python -m benchmarks moccasin /tmp/moccasin --only ours        # ours again; what was measured of theirs stays
     python -m benchmarks moccasin --table                          # the table of docs/measurements/moccasin.md
 
-Both get the graph in the same order, the same budget in bytes (a share of the peak of that order), and the same seconds. Theirs runs
-as its main.py does, with its 16 workers on all cores (moccasin_theirs.py); ours has one thread. Durations and peaks of both are
-counted by one function that is written after Moccasin's definition (moccasin_graphs.py), from the order of the runs alone. The least
-budget that any schedule can keep holds what one op reads and makes; where that is above the budget, nobody is asked.
+Both get the graph in the same order, the same budget (a share of the peak of that order), and the same seconds. Theirs runs
+as its main.py does, with 16 workers on all cores (moccasin_theirs.py); ours has one thread. Durations and peaks of both are
+counted by one function that is written after Moccasin's definition (moccasin_graphs.py), from the order of the runs alone.
+No schedule needs less than one op reads and makes; where that is above the budget, neither is asked.
 
 Writes benchmarks/results/moccasin.json; rows of what was not run stay.
 """

@@ -1,12 +1,12 @@
 """Graphs of Moccasin (Bartan et al., ICML 2023), its model of a schedule, and the same as a step of ours.
 
-Its model: ops have one output each and run one at a time. The input order is given; an op runs for the first time in that order, and
-any op may run again at any time. A reader takes the newest instance of what it reads. An instance is in memory from its own run to
-its last reader, both included. The peak is the most bytes at once, the duration the sum of all runs (`Dag.measure`).
+Its model: ops have one output each and run one at a time. They run for the first time in a given order, and any op may run
+again at any time. A reader takes the newest instance of what it reads. An instance is in memory from its own run to its
+last reader, both included. The peak is the most bytes at once, the duration the sum of all runs (`Dag.measure`).
 
-As a step of ours (`Dag.step`): all ops are of the forward. Each edge is a save that is asked for right before its reader and released
-right after it. So the rebuilds before a reader are what Moccasin calls a stage, and every op may be rebuilt in it, be it of the
-network's forward or its backward. No user code holds anything longer than its own op.
+As a step of ours (`Dag.step`): all ops are of the forward. Each edge is a save that is asked for right before its reader
+and released right after it. So the rebuilds before a reader are what Moccasin calls a stage, and every op may be rebuilt in
+it, be it of the network's forward or its backward. User code holds nothing longer than its own op.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from lightning_memopt.plan import Life, Rebuild, lower
 SECONDS = 100.0
 """Of a step in its input order."""
 UNIT_NBYTES = 1 << 13
-"""A budget of ours leaves fewer bytes free for the unseen than these. Where sizes are in smaller units, a unit counts as so many
-bytes.
-"""
+"""A budget of ours leaves fewer bytes free for the unseen. Where sizes are smaller, a unit counts as so many bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Moccasin's own solver on one of its graphs; benchmarks/papers/moccasin.py runs this file in a process of its own.
 
-In: the path of a clone of github.com/haoming-codes/moccasin, of a graph in it, a share of the unmodified peak, seconds. Out: a line
-of JSON. The constraint model is theirs, run as their main.py does: two intervals a node, 16 workers, first a phase that lowers the
-peak to the budget, then one that lowers the duration. Changed, without a change to its files:
+In: the path of a clone of github.com/haoming-codes/moccasin, of a graph in it, a share of the unmodified peak, seconds.
+Out: a line of JSON. The constraint model is theirs, run as their main.py does: two intervals an op, 16 workers, first a
+phase that lowers the peak to the budget, then one that lowers the duration. Changed, without a change to its files:
 
 - The package `rockmate`, which the solver imports for another purpose, is left out.
 - What OR-Tools and networkx have renamed since is called by its new name, and gets lists where it takes no generators any more.

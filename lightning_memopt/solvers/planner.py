@@ -312,7 +312,7 @@ def solve(
         if dense:
             yield from _between(graph, front)
         for budget in budgets:
-            for moment in bound.near(graph, budget) if thorough else ():
+            for moment in bound.near(graph, budget, over) if thorough else ():
                 moments.append(moment)
                 for lives in () if moment.held is None else _holding(moment, moment.held):
                     yield "whole tensors", lives

@@ -119,8 +119,8 @@ def test_plans_for_a_budget_are_faster_than_those_of_the_other_solvers() -> None
 
 
 def fanning() -> Graph:
-    """A large tensor at the end of a row of costly small ones, of which autograd saves none: kept, the last small one is enough to
-    make the large one again.
+    """A large tensor at the end of a row of costly small ones, of which autograd saves none. Kept, the last of them is enough
+    to make the large one again.
     """
     steps = [step(f"small{i}", reads=[f"small{i - 1}" if i else "input"], nbytes=2, seconds=8.0) for i in range(4)]
     steps += [step("large", reads=["small3"], saves=["large"], nbytes=40, seconds=1.0)]

@@ -1,4 +1,4 @@
-"""Moccasin's graphs as steps of ours: files are read, and plans cost what every schedule of small graphs, tried one by one, says."""
+"""Moccasin's graphs as steps of ours: files are read, and plans are held against every schedule of small graphs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def random_dag(seed: int, ops: int = 5) -> Dag:
 
 
 def by_definition(dag: Dag, schedule: list[int]) -> tuple[int, int]:
-    """Peak and duration, looked up event by event: what a later event reads, up to the next run of the same op, is in memory."""
+    """Peak and duration, event by event: what a later event reads, up to the next run of the same op, is in memory."""
     peak = 0
     for now in range(len(schedule)):
         there = 0

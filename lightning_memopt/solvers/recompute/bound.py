@@ -6,7 +6,7 @@ rebuilt at that point or later. The budget, less the bytes that no plan changes,
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from lightning_memopt.graph import Graph, base_levels, unmodified_levels, workspaces
@@ -16,7 +16,7 @@ from lightning_memopt.solvers.recompute.windows import without
 from lightning_memopt.units import ceil_div
 
 _NEAR, _VERTICES, _CLOSED = 48, 24, 4
-"""So many points, and the most cuts at each, bound one budget; and so many of them without the hull's gap."""
+"""For one budget: the most points, the most cuts at each, and how many points are proven for whole tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,11 @@ def requirements(graph: Graph, point: int, there: Collection[int] = ()) -> HoldO
     """The cut problem of the tensors that every plan holds at `point`, or rebuilds at it or later.
 
     Needed: tensors that autograd asks for from there on. Free: tensors that are in memory anyway or are yet to be made, and
-    those of `there`. Lost: tensors that are overwritten before the first request, so that no plan holds them; past it a plan may
-    hold a copy. Ops whose weights do not come again do not run again.
+    those of `there`. Lost: tensors that are overwritten before the first request, so that no plan holds them; past it a plan
+    may hold a copy. Ops whose weights do not come again do not run again.
     """
-    first = min((p for s in graph.saves for p in s.unpacked_at), default=len(graph.points))
     gone = _gone(graph)
-    lost = gone if point <= first else frozenset()
+    lost = gone if point <= _first_request(graph) else frozenset()
     needed = [s.tensor for s in graph.saves if s.unpacked_at and s.unpacked_at[-1] >= point and s.tensor not in gone]
     away = frozenset(t for t in graph.windowed if graph.tensors[t].freed_at < point)
     if away:
@@ -63,35 +62,42 @@ def requirements(graph: Graph, point: int, there: Collection[int] = ()) -> HoldO
     )
 
 
+def _first_request(graph: Graph) -> int:
+    return min((p for s in graph.saves for p in s.unpacked_at), default=len(graph.points))
+
+
 def _gone(graph: Graph) -> frozenset[int]:
     """Tensors that are overwritten before the first request."""
-    first = min((p for s in graph.saves for p in s.unpacked_at), default=len(graph.points))
+    first = _first_request(graph)
     return frozenset(old for op in graph.ops if op.at < first for old, _ in op.mutates)
 
 
 def being_read(graph: Graph, point: int) -> frozenset[int]:
-    """Tensors made in the step that autograd reads at a point, so that every plan has them in memory, and no step without a plan
-    has.
-    """
+    """Tensors that only autograd holds at a point, and that it reads there: every plan has them in memory."""
     asked = (s.tensor for s in graph.saves if len(s.unpacked_at) == 1 and s.unpacked_at[0] < point <= s.released_at)
     made = frozenset(t for t in asked if t in graph.producers and not graph.tensors[t].there(point))
     return made - _gone(graph)
 
 
-def near(graph: Graph, budget_nbytes: int) -> list[Moment]:
-    """The bounds for one budget at ops where the unmodified step takes more, at so many of them; each made of the cuts that bound
-    this budget, with the bytes that are read there. The closest of them are closed to whole tensors.
+def near(graph: Graph, budget_nbytes: int, over: Callable[[], bool] = lambda: False) -> list[Moment]:
+    """The bounds for one budget at up to `_NEAR` ops of backward at which the unmodified step is above it, the highest ones
+    proven for whole tensors. `over`: whether the time for it is over.
     """
     levels, natural, extra = unmodified_levels(graph), base_levels(graph), workspaces(graph)
-    above = [op.at for op in graph.ops if op.at <= graph.last_release and levels[op.at] > budget_nbytes]
+    first = _first_request(graph)
+    above = [op.at for op in graph.ops if first < op.at <= graph.last_release and levels[op.at] > budget_nbytes]
     found = []
     for point in above[:: ceil_div(len(above), _NEAR) or 1]:
+        if over():
+            break
         read = being_read(graph, point)
         nbytes = natural[point] + extra[point] + sum(graph.tensors[t].nbytes for t in read)
         problem = requirements(graph, point, read)
         found.append(Moment(nbytes, problem, problem.hull(_VERTICES, budget_nbytes - nbytes), since=point))
     found.sort(key=lambda there: there.bound_seconds(budget_nbytes), reverse=True)
     for i, there in enumerate(found[:_CLOSED]):
+        if over():
+            break
         room = budget_nbytes - there.natural_nbytes
         seconds, held = least_seconds(there.problem, room)
         found[i] = replace(there, proven=(room, seconds), held=held)

@@ -228,8 +228,8 @@ def _drops(draft: Draft, at: int, wide: bool = False) -> Iterator[Change]:
 
 
 def _starts(draft: Draft, op: Op, at: int, again: int) -> Iterator[dict[int, list[Life]]]:
-    """Tensors that a rebuild of an op's result at the point `again` may start from, with lives until then: what the op reads; and
-    what is in memory at the point `at` upstream of it, which adds nothing there. Nothing where it needs none of them.
+    """Tensors that a rebuild of an op's result at the point `again` may start from, with lives until then: what the op reads;
+    or what is in memory upstream of it at the point `at`, which adds nothing there. Nothing where all that it reads is held.
     """
     graph = draft.graph
     reads = [t for t in dict.fromkeys(op.inputs) if not draft.resident(t, again)]
