@@ -21,11 +21,10 @@ import math
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
-
-import ortools
 
 from benchmarks.lib.paths import RESULTS
 from benchmarks.papers.moccasin_graphs import SECONDS, Dag, read
@@ -90,23 +89,25 @@ def short(stem: str) -> str:
     return f"{stem.partition(' (')[0]} {'train' if '_train_' in stem else 'test'}"
 
 
-def cell(measured: dict[str, Any] | None) -> str:
-    if measured is None:
-        return "-"
+def cell(measured: dict[str, Any]) -> str:
     return "none found" if measured["extra"] is None else f"+{measured['extra']:.3f} %"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The table of docs/measurements/moccasin.md."""
-    lines = ["| graph | ops | budget | ours | seconds | no less than | Moccasin | its bound | seconds |", "|" + "---|" * 9]
+    head = "graph", "ops", "budget", "ours", "no schedule less than", "seconds, CPU", "Moccasin", "its bound", "seconds, CPU"
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for row in rows:
         if not row["feasible"]:
             continue
-        mine, other = row.get("ours"), row.get("theirs")
-        least = [f"+{m['bound']:.3f} %" if m else "-" for m in (mine, other)]
-        took = [f"{m['seconds']:.1f}" if m else "-" for m in (mine, other)]
-        cells = row["graph"], row["ops"], f"{row['share']:.0%}", cell(mine), took[0], least[0], cell(other), least[1], took[1]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        cells = [row["graph"], str(row["ops"]), f"{row['share']:.0%}"]
+        for measured in (row.get("ours"), row.get("theirs")):
+            if measured is None:
+                cells += ["", "", ""]
+            else:
+                took = f"{measured['seconds']:.1f}, {measured['cpu_seconds']:.1f}"
+                cells += [cell(measured), f"+{measured['bound']:.3f} %" if measured["bound"] else "none", took]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -140,8 +141,8 @@ def main() -> None:
                 row["theirs"] = theirs(args.clone.resolve(), path, dag, share, args.seconds)
             print(name, share, {key: row.get(key) for key in ("feasible", "ours", "theirs")}, flush=True)
             command = f"python -m benchmarks moccasin CLONE --seconds {args.seconds:g}"
-            said = {"command": command, "ortools": ortools.__version__, "cores": os.cpu_count(), "rows": list(rows.values())}
-            jsonio.write(FILE, said, indent=1)
+            said = {"command": command, "torch": version("torch"), "ortools": version("ortools"), "cores": os.cpu_count()}
+            jsonio.write(FILE, said | {"rows": list(rows.values())}, indent=1)
     print(table(list(rows.values())))
 
 

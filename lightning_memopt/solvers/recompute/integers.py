@@ -17,7 +17,9 @@ _EFFORT = 0.5
 
 
 def least_seconds(problem: HoldOrRebuild, nbytes: int) -> tuple[float, frozenset[int] | None]:
-    """No choice that holds at most `nbytes` takes fewer seconds (infinite: none holds so few); and what the best one found holds."""
+    """No choice that holds at most `nbytes` takes fewer seconds (infinite: none holds so few); what the best one holds that was
+    found.
+    """
     graph = problem.graph
     if not problem.needed:
         return 0.0, None
