@@ -102,15 +102,28 @@ def test_no_plan_beats_the_bound_of_any_point(cases: list) -> None:
                 assert there.bound_seconds(peak) <= seconds
 
 
-def test_no_plan_beats_the_bounds_near_a_budget_and_they_prove_more(cases: list) -> None:
+@EITHER
+def test_no_plan_beats_the_bounds_near_a_budget_and_they_prove_more(kind: str, request: pytest.FixtureRequest) -> None:
     usual = closer = 0.0
-    for graph, plans in cases:
+    for graph, plans in request.getfixturevalue(kind):
         for peak, seconds, _ in plans:
             bounds = [m.bound_seconds(peak) for m in near(graph, peak)]
             assert all(bound <= seconds for bound in bounds)
             usual += bound_seconds(graph, peak)
             closer += max(bound_seconds(graph, peak), *bounds, 0.0)
     assert closer > 1.02 * usual, (usual, closer)
+
+
+def test_thorough_plans_of_sharded_steps_are_valid(windowed_cases: list) -> None:
+    """Tensors of any size but small ones, so that the bytes left free for the unseen do not matter."""
+    for graph, _ in windowed_cases[::8]:
+        graph = replace(graph, tensors=tuple(replace(t, nbytes=t.nbytes << 13) for t in graph.tensors))
+        frontier = planner.solve(graph)
+        for budget in range(frontier.smallest_nbytes, frontier.unmodified_peak_nbytes, 1 << 15):
+            thorough = planner.solve(graph, budgets=(budget,), thorough=True)
+            plan = thorough.plan(budget)
+            assert validate(graph, plan.lives, lower(graph, plan.lives)).ok
+            assert plan.lower_bound_seconds <= plan.predicted.seconds <= frontier.plan(budget).predicted.seconds
 
 
 def test_what_is_read_at_the_peak_is_in_memory_there() -> None:
