@@ -34,6 +34,7 @@ from lightning_memopt.solvers import planner
 
 FILE = RESULTS / "moccasin.json"
 SHARES = 0.9, 0.8
+THEIRS = "from benchmarks.papers.moccasin_theirs import main; main()"
 
 
 def ours(dag: Dag, budget: int, seconds: float) -> dict[str, Any]:
@@ -53,7 +54,7 @@ def ours(dag: Dag, budget: int, seconds: float) -> dict[str, Any]:
 
 def theirs(clone: Path, path: Path, dag: Dag, share: float, seconds: float) -> dict[str, Any]:
     """Their solver's schedule within the budget."""
-    words = ["-W", "ignore", "-m", "benchmarks.papers.moccasin_theirs", str(clone), str(path), str(share), str(seconds)]
+    words = ["-W", "ignore", "-c", THEIRS, str(clone), str(path), str(share), str(seconds)]
     run = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
     answer = json.loads(run.stdout.splitlines()[-1])
     schedule, bound = answer.pop("schedule"), answer.pop("bound")

@@ -1,4 +1,4 @@
-"""Moccasin's own solver on one of its graphs; benchmarks/papers/moccasin.py runs this file in a process of its own.
+"""Moccasin's own solver on one of its graphs; benchmarks/papers/moccasin.py calls `main` in a process of its own.
 
 In: the path of a clone of github.com/haoming-codes/moccasin, of a graph in it, a share of the unmodified peak, seconds.
 Out: a line of JSON. The constraint model is theirs, run as their main.py does: two intervals an op, 16 workers, first a
@@ -117,7 +117,3 @@ def main() -> None:
         "bound": TwoPhases.bound * math.gcd(*dag.durations) if len(TwoPhases.phases) == 2 else None,
     }
     print(json.dumps(answer))
-
-
-if __name__ == "__main__":
-    main()
