@@ -73,6 +73,13 @@ def test_what_has_no_block_is_told_and_unseen_bytes_keep_theirs() -> None:
     assert allocator.allocated == 8 * MIB, "the workspace of 8 MiB stays, the rest is freed"
 
 
+def test_bytes_that_a_sum_was_rounded_up_by_take_no_block() -> None:
+    """A counter of 8 bytes beside the step is told as 512: with a block of its own, the rest would fill a hole that is free."""
+    found = segment(0, (2 * MIB - 1024, False), (8, True), (512, False))
+    allocator = Allocator()
+    assert Beginning([found], {}).enter(allocator, (), [Wanted(0, 512, "temporary")]) == []
+
+
 def test_of_equal_blocks_that_of_the_segment_told_first_serves() -> None:
     first, second = segment(64 * MIB, (4 * MIB, False), (20 * MIB, True)), segment(0, (4 * MIB, False), (40 * MIB, True))
     for told, kept in (((first, second), 24), ((second, first), 44)):

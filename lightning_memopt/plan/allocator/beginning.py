@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning_memopt.graph.model import Kind
 from lightning_memopt.plan.allocator.model import Allocator, Found, Placed
+from lightning_memopt.plan.allocator.settings import MIN_BLOCK_NBYTES
 
 _HELD = "active_allocated"
 
@@ -83,7 +84,8 @@ class Beginning:
                 if there.requested <= nbytes and there.kind != "gradient":
                     nbytes -= there.requested
                     left.remove(there)
-            missing += [Wanted(w.name, nbytes, w.kind)] if nbytes else []
+            if nbytes >= MIN_BLOCK_NBYTES:  # less than a block is what the sum of their bytes was rounded up by
+                missing.append(Wanted(w.name, nbytes, w.kind))
         for there in left:
             allocator.free(_name(there))
         return missing
