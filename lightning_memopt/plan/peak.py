@@ -14,7 +14,7 @@ from typing import NamedTuple
 from lightning_memopt.graph import BEFORE, Graph, Levels, Op, Tensor
 from lightning_memopt.plan.lower import Free, Rebuild, Schedule, lower
 from lightning_memopt.plan.model import Life
-from lightning_memopt.plan.simulate import encoded, simulate
+from lightning_memopt.plan.simulate import encoded, simulate, states
 
 STRUCTURES = (
     "feature maps",
@@ -119,10 +119,8 @@ def parts(graph: Graph, lives: Sequence[Life], schedule: Schedule) -> Iterator[P
     if schedule.parked:
         for tensor, first, last, nbytes in encoded(graph, lives):
             yield Part(graph.tensors[tensor], "encoded", nbytes, first, last)
-    for op_id in schedule.rebuilt:
-        op = graph.ops[op_id]
-        if op.state_nbytes:
-            yield Part(op.scope, "generator states", op.state_nbytes, op.at, graph.last_release)
+    for op in states(graph, schedule):
+        yield Part(op.scope, "generator states", op.state_nbytes, op.at, graph.last_release)
     for op in graph.ops:
         if op.workspace_nbytes:
             yield Part(op.scope if op.phase == "forward" else op.phase, "workspace", op.workspace_nbytes, op.at, op.at)

@@ -8,7 +8,8 @@ from functools import lru_cache
 from operator import add
 from typing import NamedTuple
 
-from lightning_memopt.graph import Graph, Levels, base_levels, workspaces
+from lightning_memopt.device.kinds import kind_of
+from lightning_memopt.graph import Graph, Levels, Op, base_levels, workspaces
 from lightning_memopt.plan.clocks import TransferRates, Transfers, leaves_at, transfers
 from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.plan.lower import Fetch, Rebuild, Schedule, Segment, lower
@@ -117,10 +118,8 @@ def simulate(
     if schedule.parked:
         for _, first, last, encoded_nbytes in encoded(graph, lives):
             levels.add(first - first_point, last - first_point, encoded_nbytes)
-    for op_id in schedule.rebuilt:  # generator states are kept as long as autograd holds anything
-        op = graph.ops[op_id]
-        if op.state_nbytes:
-            levels.add(op.at - first_point, graph.last_release - first_point, op.state_nbytes)
+    for op in states(graph, schedule):
+        levels.add(op.at - first_point, graph.last_release - first_point, op.state_nbytes)
     nbytes = list(map(add, fixed[first_point : last_point + 1], levels.levels()))
     seconds, flops, rebuilt, count = 0.0, 0, 0, 0
     born_nbytes: dict[int, int] = {}
@@ -151,6 +150,14 @@ def simulate(
         tier_nbytes=moved.tier_nbytes,
     )
     return Timeline(tuple(nbytes), predicted)
+
+
+def states(graph: Graph, schedule: Schedule) -> Iterator[Op]:
+    """The ops that run again and whose generator states the device keeps for that, as long as autograd holds anything. Torch
+    keeps those of an accelerator's generator on the host.
+    """
+    if kind_of(graph.device).is_host:
+        yield from (graph.ops[op] for op in schedule.rebuilt if graph.ops[op].state_nbytes)
 
 
 def first_read(graph: Graph, life: Life) -> int:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.graph import BEFORE, Graph, Op, Save
 from lightning_memopt.plan.clocks import leaves_at
 from lightning_memopt.plan.forms import EXACT, codec_of, is_form, tier_of
@@ -148,6 +149,7 @@ class _Ledger:
         self.stage(lives)
         self.tape_ends = max((s.released_at for s in graph.saves), default=BEFORE)
         """Generator states are kept until autograd has let go of everything."""
+        self.holds_states = kind_of(graph.device).is_host
         self.last_run: dict[int, int] = {}
         for p in sorted(schedule.segments):
             self.last_run.update({step.op: p for step in schedule.segments[p] if isinstance(step, Rebuild)})
@@ -238,7 +240,7 @@ class _Ledger:
             self.given.discard(old)
             if self.live.get(old):
                 self.problem(f"{self.called(old)} is held at point {p}, where op {op.id} ({op.name}) overwrites it")
-        if op.id in self.last_run:
+        if op.id in self.last_run and self.holds_states:
             self.now += op.state_nbytes
 
     def expect(self, p: int) -> None:
@@ -264,7 +266,7 @@ class _Ledger:
             self.given.discard(t)
             if not any(instance.user for instance in self.live.get(t, ())):  # else it is the plan's from here on
                 self.now -= self.nbytes(t)
-        if p == self.tape_ends:
+        if p == self.tape_ends and self.holds_states:
             self.now -= sum(self.graph.ops[op].state_nbytes for op in self.last_run)
 
     # -- one segment -------------------------------------------------------------------------------

@@ -10,12 +10,13 @@ from build import Step, random_step
 
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Tensor, unmodified_levels
-from lightning_memopt.plan import lower, simulate
+from lightning_memopt.plan import lower, simulate, validate
 from lightning_memopt.plan.allocator import Allocator
 from lightning_memopt.plan.allocator.reserved import _spans, _Step, reserved
 from lightning_memopt.plan.allocator.settings import MIB, Settings
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.recompute.baselines import recompute_everything
+from lightning_memopt.solvers.recompute.draft import Draft
 from lightning_memopt.solvers.rollout import Rollout, keep_all
 
 
@@ -32,7 +33,7 @@ def scaled(graph: Graph, by: int, device: str = "cuda") -> Graph:
 @pytest.mark.parametrize("seed", range(60))
 def test_requested_bytes_are_those_of_the_simulator(seed: int) -> None:
     rng = random.Random(seed)
-    graph = random_step(rng, 16)
+    graph = replace(random_step(rng, 16), device="cuda")
     some = Rollout(graph)
     held = {t for t in graph.producers if rng.random() < 0.5 or t in graph.anchors} - graph.overwritten
     plans = [keep_all(graph), recompute_everything(graph)]
@@ -50,6 +51,19 @@ def test_requested_bytes_are_those_of_the_simulator(seed: int) -> None:
         assert found.requested_nbytes == predicted.peak_nbytes
         assert found.requested_nbytes <= found.allocated_nbytes <= found.peak_nbytes
     assert reserved(graph, keep_all(graph)).requested_nbytes == max(unmodified_levels(graph))
+
+
+def test_states_of_generators_take_memory_of_the_host_alone() -> None:
+    step = Step()
+    (noise,) = step.op(step.given(), makes=(64,), state=1000)
+    step.op(noise, makes=(8,), saves=(noise,))
+    of_host = step.build()
+    of_cuda = replace(of_host, device="cuda")
+    lives = recompute_everything(of_host)
+    peaks = [simulate(graph, lives).predicted.peak_nbytes for graph in (of_host, of_cuda)]
+    assert peaks[0] - peaks[1] == 1000 and reserved(of_cuda, lives).requested_nbytes == peaks[1]
+    for graph, peak in zip((of_host, of_cuda), peaks, strict=True):
+        assert validate(graph, lives, lower(graph, lives)).peak_nbytes == Draft(graph, lives).nbytes.max() == peak
 
 
 def chain(size: int, layers: int = 6, state: int = 0) -> Graph:

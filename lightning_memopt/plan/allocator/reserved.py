@@ -141,17 +141,12 @@ class _Step:
             self.actions += encodings.get(p, ())
             made: list[Action] = [(span.name, span.nbytes) for span in born.get(p, ()) if span.name not in same]
             if point.kind == "op":
-                op = graph.ops[point.id]
-                if op.id in schedule.rebuilt:
-                    self.actions.append((("state", op.id), op.state_nbytes))
-                self._run(op, made)
+                self._run(graph.ops[point.id], made)
             else:
                 self.actions += made
             self._segment(p)
             self.actions += [(self._made[t].pop(), -1) for t in ends.get(p, ())]
             self.actions += [(same.get(span.name, span.name), -1) for span in freed.get(p, ()) if span.name not in over]
-            if p == graph.last_release:
-                self.actions += [(("state", op), -1) for op in schedule.rebuilt]
             self.ends.append(len(self.actions))
 
     def _run(self, op: Op, made: list[Action]) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.graph import Graph, Levels, Op
 from lightning_memopt.plan import (
     Life,
@@ -64,6 +65,7 @@ class Draft:
     def __init__(self, graph: Graph, lives: Iterable[Life]) -> None:
         self.graph = graph
         self.lives = lives = tuple(lives)
+        self._holds_states = kind_of(graph.device).is_host
         self._resident = Residency(graph, lives)
         self.lives_of = self._resident.lives
         self.segments = dict(lower(graph, lives).segments)
@@ -181,8 +183,8 @@ class Draft:
         return max(0, cost.rise_nbytes - sum(self.graph.tensors[t].nbytes for t in births))
 
     def _with_state(self, steps: Segment) -> list[int]:
-        """The ops of a segment that draw numbers."""
-        return [op.id for op in self.ops(steps) if op.state_nbytes]
+        """The ops of a segment for which the device keeps a generator's state (`plan.simulate.states`)."""
+        return [op.id for op in self.ops(steps) if op.state_nbytes] if self._holds_states else []
 
     def _add(self, level: np.ndarray, life: Life, times: int) -> None:
         first, last, nbytes = added_by(self.graph, life)
