@@ -1,9 +1,10 @@
 """Reserved and allocated bytes of planned steps, predicted beside measured, on the emulated device in bytes mode.
 
-Usage: python -m tests.emulated.reserved [--budgets SHARE ...] [--updates UPDATE ...] [MODEL ...]
+Usage: python -m tests.emulated.reserved [--budgets SHARE ...] [--updates UPDATE ...] [--keep] [MODEL ...]
 
 Without arguments: a choice of rows that takes some minutes. The whole table: --budgets 0 0.25 0.5 0.75 0.95 --updates foreach
-fused for-loop. PYTORCH_ALLOC_CONF=expandable_segments:True is another allocator.
+fused for-loop. PYTORCH_ALLOC_CONF=expandable_segments:True is another allocator. `--keep` writes the rows into
+benchmarks/results/reserved.json, from which `python docs/reserved.py` writes the page's table.
 
 The allocator is torch's own caching allocator, the device an emulated one: nothing of this was measured on a GPU. A budget is a
 share of the way from the smallest plan to the unmodified step.
@@ -13,14 +14,17 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
+import os
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
 from torch import nn
 
+from benchmarks.lib.paths import RESULTS
 from benchmarks.models.registry import MODELS as BENCHMARKS
 from lightning_memopt import optimize
 from lightning_memopt.plan.allocator import reserved
@@ -146,17 +150,29 @@ def train(model: str, budget: str | int, update: str = "foreach") -> Row:
     return run(model, made, torch.optim.AdamW(made[0].parameters(), **UPDATES[update]), budget, update)
 
 
-def rows(model: str, update: str, shares: tuple[float, ...]) -> Iterator[Row]:
-    """A model within some budgets."""
+def rows(model: str, update: str, shares: tuple[float, ...]) -> Iterator[tuple[float, Row]]:
+    """A model within some budgets, each with its share."""
     smallest = train(model, "min", update)
     if 0 in shares:
-        yield smallest
+        yield 0, smallest
     if not any(shares):
         return
     largest = train(model, "100%", update)
     for share in filter(None, shares):
         budget = int(smallest.measured_reserved + share * (largest.measured_reserved - smallest.measured_reserved))
-        yield train(model, budget, update)
+        yield share, train(model, budget, update)
+
+
+def keep(share: float, row: Row) -> None:
+    """Write a row into the file of results, in the place of one of the same model, update, allocator and budget."""
+    path = RESULTS / "reserved.json"
+    results = json.loads(path.read_text()) if path.exists() else {"rows": {}}
+    results["models"] = list(MODELS)
+    expandable = "expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", "")
+    allocator = "expandable" if expandable else "default"
+    results["rows"][f"{row.model} {row.update} {allocator} {share:g}"] = {"torch": torch.__version__, **asdict(row)}
+    results["rows"] = dict(sorted(results["rows"].items()))
+    path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def summary(found: list[Row]) -> str:
@@ -175,6 +191,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", choices=[[], *MODELS], metavar="MODEL", help=" ".join(MODELS))
     parser.add_argument("--budgets", nargs="+", type=float, default=SHARES, metavar="SHARE", help="0 is the smallest plan")
     parser.add_argument("--updates", nargs="+", choices=UPDATES, default=["foreach"])
+    parser.add_argument("--keep", action="store_true", help="write the rows into benchmarks/results/reserved.json")
     arguments = parser.parse_args()
     models = arguments.models or [name for name in MODELS if name not in SLOW]
     if not device.is_emulated() or device.is_bits():
@@ -184,8 +201,10 @@ def main() -> None:
     found = []
     for model in models:
         for update in arguments.updates:
-            for row in rows(model, update, tuple(arguments.budgets)):
+            for share, row in rows(model, update, tuple(arguments.budgets)):
                 print(row, flush=True)
+                if arguments.keep:
+                    keep(share, row)
                 found.append(row)
     print(f"\n{summary(found)}")
     raise SystemExit(any(not row.holds for row in found))

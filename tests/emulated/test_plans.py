@@ -19,13 +19,13 @@ def test_bits_and_bytes_of_the_smallest_plan(model: str, autocast: bool) -> None
     assert found.same(plain)
     plan = found.status.plan
     assert found.requested < plain.requested or not any(life.how == "rebuild" for life in plan.lives)
-    assert 0 <= plan.predicted.peak_nbytes - found.allocated < 512, "the host has the state of generators"
+    assert plan.predicted.peak_nbytes == found.allocated
 
 
 @pytest.mark.skipif(device.is_bits(), reason="sizes of GPUs are for bytes mode")
-@pytest.mark.parametrize("update", reserved.UPDATES)
+@pytest.mark.parametrize("update", ["fused", "for-loop"])
 @pytest.mark.parametrize("model", ["mlp", "bert"])
 def test_reserved_bytes_within_3_percent(model: str, update: str) -> None:
-    """More models, budgets and settings: `python -m tests.emulated.reserved`."""
-    for row in reserved.rows(model, update, (0.0, 0.5)):
+    """More models, budgets and settings, and torch's default update: `python -m tests.emulated.reserved`."""
+    for _, row in reserved.rows(model, update, (0.0, 0.5)):
         assert row.holds, row
