@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -180,7 +180,7 @@ class _Chain:
             self.touch()
 
     def graph(self) -> Graph:
-        """Its observed step."""
+        """Its observed step. All its ops may run again, also where cuDNN chooses by time: nobody reads their bits."""
         observation = Observation(self.holder, [], self.device, None, verify=False, meter=False)
         with observation.begin_round(()):
             loss = self.forward().sum()
@@ -188,7 +188,7 @@ class _Chain:
         loss.backward()
         graph = observation.finish()
         assert graph is not None
-        return graph
+        return replace(graph, ops=tuple(replace(op, recomputable=op.phase == "forward") for op in graph.ops))
 
     def planned(self, graph: Graph, lives: Iterable[Life]) -> Callable[[], torch.Tensor]:
         """The forward under a plan, with its templates learned."""

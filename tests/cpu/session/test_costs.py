@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.plan import Machine, Overhead, read_plan
+from lightning_memopt.record import recorder
+from lightning_memopt.record.devices import may_run_again
 from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.early_updates import ALLOWED
 from lightning_memopt.session import times
@@ -112,6 +114,17 @@ def test_measured_beside_whatever_is_entered_here():
     with _Counting() as mode, torch.autocast("cpu"), torch.no_grad():
         found = costs.in_own_thread(lambda: costs._measured(CPU), CPU)
     assert mode.ops == 0 and found.recorded > 0 <= found.rebuilt
+
+
+def test_measured_where_convolutions_never_run_again(monkeypatch):
+    """As on CUDA with `torch.backends.cudnn.benchmark`: the chain that is measured rebuilds its own all the same."""
+
+    def may_run(func, device_type):
+        return "convolution" not in str(func) and may_run_again(func, device_type)
+
+    monkeypatch.setattr(recorder, "may_run_again", may_run)
+    lives = costs._checkpointed(costs._Chain(4, CPU).graph())
+    assert any(life.how == "rebuild" for life in lives)
 
 
 def test_a_plan_must_be_worth_its_overhead(run):
