@@ -28,6 +28,7 @@ from benchmarks.lib.paths import RESULTS
 from benchmarks.models.registry import MODELS as BENCHMARKS
 from lightning_memopt import optimize
 from lightning_memopt.plan.allocator import reserved
+from lightning_memopt.solvers.rollout import keep_all
 from tests.emulated import device
 
 MIB = 1 << 20
@@ -71,7 +72,9 @@ MODELS: dict[str, Callable[[], Made]] = {"mlp": mlp, **{name: partial(benchmark,
 
 @dataclass(frozen=True)
 class Row:
-    """One run of some steps; bytes. `predicted` of the plan that was in force at its end, `measured` in its last step."""
+    """One run of some steps; bytes. `predicted` of the plan that was in force at its end, `measured` in its last step;
+    `unmodified` is the predicted reserved peak of the step without a plan.
+    """
 
     model: str
     update: str
@@ -81,6 +84,7 @@ class Row:
     predicted_allocated: int
     measured_allocated: int
     solver: str
+    unmodified: int
 
     @property
     def error(self) -> float:
@@ -136,9 +140,12 @@ def run(name: str, made: Made, optimizer: torch.optim.Optimizer, budget: str | i
     if plan is None or frontier is None:
         raise RuntimeError(f"{name} within {budget}: {status.phase}, {status.reason}")
     machine = frontier.machine
-    predicted = reserved(status.graph, plan.lives, machine.allocator, beginning=machine.beginning).allocated_nbytes
-    numbers = plan.budget_nbytes, plan.predicted.reserved_nbytes, measured, predicted, allocated
-    return Row(name, update, *numbers, plan.solver)
+    predicted, unmodified = (
+        reserved(status.graph, lives, machine.allocator, beginning=machine.beginning)
+        for lives in (plan.lives, keep_all(status.graph))
+    )
+    numbers = plan.budget_nbytes, plan.predicted.reserved_nbytes, measured, predicted.allocated_nbytes, allocated
+    return Row(name, update, *numbers, plan.solver, unmodified.peak_nbytes)
 
 
 def train(model: str, budget: str | int, update: str = "foreach") -> Row:
@@ -155,11 +162,8 @@ def rows(model: str, update: str, shares: tuple[float, ...]) -> Iterator[tuple[f
     smallest = train(model, "min", update)
     if 0 in shares:
         yield 0, smallest
-    if not any(shares):
-        return
-    largest = train(model, "100%", update)
     for share in filter(None, shares):
-        budget = int(smallest.measured_reserved + share * (largest.measured_reserved - smallest.measured_reserved))
+        budget = int(smallest.measured_reserved + share * (smallest.unmodified - smallest.measured_reserved))
         yield share, train(model, budget, update)
 
 
