@@ -61,9 +61,12 @@ def test_a14_convolutions_are_rebuilt() -> None:
 
 
 def test_a14_no_convolution_is_rebuilt_that_was_chosen_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of another size: what a thread has chosen for a size, it keeps for good."""
+    """Of another size: what a thread has chosen for a size, it keeps for good. Torch's own tests, which sweeps import, let
+    nobody set a flag by name.
+    """
     monkeypatch.setattr(determinism, "_tuned", [])
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    found = rebuilt_operators(20)
+    now = torch.backends.cudnn
+    with now.flags(enabled=now.enabled, benchmark=True, deterministic=now.deterministic, allow_tf32=now.allow_tf32):
+        found = rebuilt_operators(20)
     print(f"rebuilt: {', '.join(sorted(found))}")
     assert found and "convolution" not in found

@@ -109,7 +109,7 @@ def _trained(model: nn.Module, x: torch.Tensor, steps: int, make: Any, **options
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW], ids=["SGD", "AdamW"])
 def test_a_loop_inside_optimize_is_the_plain_one_and_keeps_its_budget(make: Any, dtype: torch.dtype) -> None:
     x = data(4096, 512).to("cuda", dtype)
-    model = made(lambda: Noisy(512, 12)).to("cuda", dtype)
+    model = made(lambda: Noisy(512, 6)).to("cuda", dtype)
     plain, _ = _trained(copy.deepcopy(model), x, 7, make)
     torch.cuda.empty_cache()
     found, run = _trained(copy.deepcopy(model), x, 7, make, budget="min")
