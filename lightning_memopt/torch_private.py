@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import chain
 from operator import is_, methodcaller
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload  # the types of ops, as dispatch modes get them
@@ -282,6 +282,78 @@ def autograd_config() -> Any:
 def partitioner_class() -> Any:
     """What a `custom_partitioner_fn` must be an instance of."""
     return _named("torch._inductor.custom_graph_pass:CustomPartitionerFn")
+
+
+def scheduler_pass_class() -> Any:
+    """What a pass over Inductor's kernels must be an instance of, so that code it made is cached; None where there is none."""
+    return getattr(importlib.import_module("torch._inductor.custom_graph_pass"), "CustomSchedulerPass", None)
+
+
+NEVER_MOVED = ("_CollectiveKernel", "_WaitKernel", "Conditional", "WhileLoop", "InvokeSubgraph")
+"""Kernels of Inductor that all ranks run in one order, or that may have such kernels."""
+
+
+class KernelBuffer(NamedTuple):
+    """A buffer of Inductor's: the kernel that allocates it (None: it is given), those that use it, whether it is returned."""
+
+    maker: Any
+    users: tuple[Any, ...]
+    nbytes: int
+    returned: bool
+
+
+def _names(names: Iterable[str]) -> Any:
+    return _named("torch.utils._ordered_set:OrderedSet")(names)
+
+
+def _scheduling() -> tuple[Any, Any, Any]:
+    """Inductor's estimates, its scheduler, and the names of what the code returns."""
+    graph = _named("torch._inductor.virtualized:V").graph
+    return importlib.import_module("torch._inductor.memory"), graph.scheduler, _names(graph.get_output_names())
+
+
+def inductors_order(nodes: list[Any]) -> list[Any]:
+    """The order in which Inductor would run its kernels. Each knows then which ones it needs, and their buffers."""
+    memory, scheduler, returned = _scheduling()
+    given = _names(_named("torch._inductor.virtualized:V").graph.graph_inputs)
+    arguments = scheduler.name_to_buf, scheduler.name_to_fused_node, given, returned
+    if inductor_config().reorder_for_peak_memory:
+        return list(memory.reorder_for_peak_memory(nodes, *arguments))
+    memory.prepare_planning_info(nodes, *arguments)
+    return nodes
+
+
+def _given(nodes: Sequence[Any]) -> dict[str, Any]:
+    """Name -> what is given to the code and may be freed within it."""
+    memory, _, _ = _scheduling()
+    names = _names(_named("torch._inductor.virtualized:V").graph.graph_inputs)
+    given: dict[str, Any] = memory.get_freeable_input_buf(list(nodes), names)
+    return given
+
+
+def estimated_peak(nodes: list[Any]) -> int:
+    """The most bytes at once, as Inductor estimates them for kernels in this order."""
+    memory, _, returned = _scheduling()
+    return int(memory.estimate_peak_memory(nodes, _given(nodes), returned)[0])
+
+
+def kernel_buffers(nodes: Sequence[Any]) -> Iterable[KernelBuffer]:
+    """The buffers of kernels that were asked for `inductors_order`, as its estimate counts them.
+
+    A kernel with several results allocates them at once; each is freed by itself.
+    """
+    _, _, returned = _scheduling()
+    for name, buffer in _given(nodes).items():
+        info = buffer.mpi_buffer
+        yield KernelBuffer(None, tuple(info.succ_nodes), info.size_free, name in returned)
+    made = {buffer.get_name(): (node, buffer) for node in nodes for buffer in node.get_outputs()}
+    for name, (node, buffer) in made.items():
+        info, maker, source = buffer.mpi_buffer, node, buffer
+        if not info.size_free:
+            continue
+        while not source.mpi_buffer.size_alloc:
+            maker, source = made[source.node.inputs[0].get_name()]
+        yield KernelBuffer(maker, tuple(info.succ_nodes) or (node,), info.size_free, name in returned)
 
 
 AOT_BACKENDS, AOT_ENTRY = "torch._dynamo.backends.common", "aot_module_simplified"

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from torch import nn
 
-from lightning_memopt.compiled import Region, Regions, compiles
+from lightning_memopt.compiled import Region, Regions, asked_to_order, compiles
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Machine
@@ -33,6 +33,7 @@ from lightning_memopt.session.decide.foresight import unmodified_peak
 from lightning_memopt.session.measure.peak_meter import in_compiled_code
 from lightning_memopt.session.parts import Part
 from lightning_memopt.session.regions import shared_regions
+from lightning_memopt.session.regions.kernel_order import KernelOrder
 from lightning_memopt.session.regions.region_choice import Choice, Option, Stage, modelled
 from lightning_memopt.session.regions.remembered import Remembered
 from lightning_memopt.session.regions.shared_regions import Shown
@@ -94,6 +95,7 @@ class CompiledRegions(Part):
         self._seconds = config.solver_seconds
         self._remembered = Remembered(budget_nbytes, config, meetings.alone)
         self._regions = Regions(self._remembered.recall)
+        self._order = KernelOrder()
         self._stages: dict[int, Stage] = {}
         self._steps: dict[object, _Step] = {}
         self._now = _Step()
@@ -121,7 +123,7 @@ class CompiledRegions(Part):
             if self._was_compiled():
                 self._regions.forget_all()
         try:
-            with self._regions.listening():
+            with self._regions.listening(), asked_to_order(self._order):
                 yield
         finally:
             self._take_seen()
@@ -222,6 +224,7 @@ class CompiledRegions(Part):
             flops = sum(op.flops for s in stages for op in s.region.graph.ops) or 1
             extra = sum(option.extra_flops for option in planned) / flops
             text += f" ({sum(option.rebuilt_ops for option in planned)} ops, {100 * extra:.1f} % of all FLOPs)"
+        text += self._order.said
         return text if not self.opaque else f"{text}; not planned: {self.opaque}"
 
     @property

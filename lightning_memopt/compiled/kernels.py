@@ -1,0 +1,143 @@
+"""The order of the kernels that Inductor makes of a graph: read from its scheduler, and given to it.
+
+Inductor's setting `_post_fusion_custom_pass` is the door: it gets the kernels once they are fused, and returns them in an
+order. The kernels stay as they are, so their results have the same bits. Afterwards Inductor tries its own orders, and takes
+one of them only where it estimates fewer bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+from lightning_memopt.record import Seams
+from lightning_memopt.torch_private import (
+    NEVER_MOVED,
+    estimated_peak,
+    inductor_compiles,
+    inductor_config,
+    inductors_order,
+    kernel_buffers,
+    scheduler_pass_class,
+)
+
+BEFORE = -1
+"""The maker of a buffer that is in memory when the code begins."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What an order of kernels decides over. They are numbered in the order in which Inductor would run them.
+
+    before: kernel -> those that must run before it.
+    makers: buffer -> the kernel that allocates it, or `BEFORE`.
+    users: buffer -> the kernels after whose last one it is freed.
+    nbytes: buffer -> bytes.
+    stays: buffers that the code returns.
+    """
+
+    before: tuple[tuple[int, ...], ...]
+    makers: tuple[int, ...]
+    users: tuple[tuple[int, ...], ...]
+    nbytes: tuple[int, ...]
+    stays: frozenset[int]
+
+
+Ordering = Callable[[Kernels], Sequence[int] | None]
+"""The kernels in another order; None where they stay as they are."""
+_Asked = tuple[int, Ordering]
+
+
+def kernels_of(nodes: Sequence[Any]) -> Kernels | None:
+    """The kernels of a scheduler, which has been asked for `inductors_order`; None where some may never change places."""
+    parts = [[part.node for part in node.get_nodes()] for node in nodes]
+    if any(type(part).__name__ in NEVER_MOVED for of_node in parts for part in of_node):
+        return None
+    place = {node: i for i, node in enumerate(nodes)}
+    before = [{place[other] for other in node.mpi_node.pred_nodes} for node in nodes]
+    drawing = [i for i, of_node in enumerate(parts) if any(map(_draws, of_node))]
+    for first, second in pairwise(drawing):  # what one draws from a generator depends on who drew before
+        before[second].add(first)
+    makers: list[int] = []
+    users: list[tuple[int, ...]] = []
+    sizes: list[int] = []
+    stays: set[int] = set()
+    for buffer in kernel_buffers(nodes):
+        if not buffer.nbytes:
+            continue
+        if buffer.returned:
+            stays.add(len(makers))
+        makers.append(BEFORE if buffer.maker is None else place[buffer.maker])
+        users.append(tuple(sorted({place[user] for user in buffer.users})))
+        sizes.append(buffer.nbytes)
+    return Kernels(tuple(tuple(sorted(ops)) for ops in before), tuple(makers), tuple(users), tuple(sizes), frozenset(stays))
+
+
+def _draws(part: Any) -> bool:
+    """Whether a kernel draws from a generator. (Inductor's own random ops read seeds, which one kernel draws.)"""
+    tags = getattr(getattr(part, "op_overload", None), "tags", ())
+    return any(str(tag).endswith("nondeterministic_seeded") for tag in tags)
+
+
+def _ordered(nodes: list[Any], ordering: Ordering) -> list[Any]:
+    picked = inductors_order(nodes)
+    kernels = kernels_of(picked)
+    sequence = None if kernels is None else ordering(kernels)
+    if sequence is None:
+        return nodes
+    better = [picked[i] for i in sequence]
+    return better if estimated_peak(better) < estimated_peak(picked) else nodes
+
+
+@cache
+def _pass_class(base: type) -> Any:
+    class Pass(base):
+        """Inductor copies and pickles its settings, and asks for an identity, by which it caches code."""
+
+        def __init__(self, users: Any) -> None:
+            self._users = users
+
+        def __call__(self, nodes: list[Any]) -> list[Any]:
+            if self._users is not None:
+                nodes = self._users(nodes)
+            here = threading.get_ident()
+            for thread, ordering in tuple(_seams.listeners):
+                if thread == here:
+                    with contextlib.suppress(Exception):  # whatever a scheduler has: its order is valid
+                        nodes = _ordered(nodes, ordering)
+            return nodes
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            return self
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return str, (str(self.uuid()),)
+
+        def uuid(self) -> Any:
+            return "lightning_memopt", None if self._users is None else self._users.uuid()
+
+    return Pass
+
+
+def _in_place_of(users: Any) -> Any:
+    """`users`: the user's own pass, or None. One without an identity stays alone: Inductor must not cache what it makes."""
+    base = scheduler_pass_class()
+    return users if base is None or not (users is None or isinstance(users, base)) else _pass_class(base)(users)
+
+
+_seams: Seams[_Asked] = Seams(lambda: [(inductor_config(), "_post_fusion_custom_pass", _in_place_of)])
+
+
+@contextlib.contextmanager
+def asked_to_order(ordering: Ordering) -> Iterator[None]:
+    """Within, `ordering(kernels)` is asked for the order of what Inductor compiles in this thread."""
+    if not inductor_compiles():
+        yield
+        return
+    with _seams.listening((threading.get_ident(), ordering)):
+        yield

@@ -1,0 +1,194 @@
+"""The order of Inductor's kernels: read as its own estimate counts, executed, and with the bits of any other order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor import config
+
+from lightning_memopt.compiled import Kernels, asked_to_order, kernels
+from lightning_memopt.session.regions.kernel_order import KernelOrder, problem_of
+from lightning_memopt.solvers.ordering import faults
+from lightning_memopt.torch_private import estimated_peak
+from lightning_memopt.trace import metered_cpu
+from tests.cpu.compiled.training import Residual, counted, train
+
+_WIDTH = 64
+_ROWS = 512
+
+
+@pytest.fixture(autouse=True)
+def _compiled_here() -> Any:
+    """Code that is cached was not asked about."""
+    with config.patch(fx_graph_cache=False):
+        torch._dynamo.reset()
+        yield
+    torch._dynamo.reset()
+
+
+def branches(x: Tensor, wide: Sequence[Tensor], narrow: Sequence[Tensor]) -> Tensor:
+    """All wide products first, then what makes them narrow: in this order all of them are in memory at once."""
+    products = [x @ w for w in wide]
+    return sum((p @ w for p, w in zip(products, narrow, strict=True)), torch.zeros(()))
+
+
+def branched() -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    torch.manual_seed(0)
+    wide = [torch.randn(_WIDTH, 8 * _WIDTH) for _ in range(4)]
+    return torch.randn(_ROWS, _WIDTH), wide, [torch.randn(8 * _WIDTH, 1) for _ in range(4)]
+
+
+def peak_of(call: Callable[[], Tensor], ordering: Callable[[Kernels], Sequence[int] | None]) -> tuple[int, Tensor]:
+    with asked_to_order(ordering):
+        call()  # compiles
+    with metered_cpu() as events:
+        result = call()
+    return events.peak_nbytes, result
+
+
+def test_a_better_order_is_executed_and_has_the_same_bits() -> None:
+    counted()
+    inputs = branched()
+    wide_nbytes = _ROWS * 8 * _WIDTH * 4
+    with config.patch(reorder_for_peak_memory=False, reorder_for_locality=False), torch.no_grad():
+        given, expected = peak_of(lambda: torch.compile(branches)(*inputs), lambda _: None)
+        torch._dynamo.reset()
+        ordering = KernelOrder()
+        ours, result = peak_of(lambda: torch.compile(branches)(*inputs), ordering)
+    (found,) = ordering.orders
+    assert found.peak_nbytes == found.bound_nbytes < found.given_nbytes
+    assert given >= 4 * wide_nbytes and ours < 3 * wide_nbytes, (given, ours, wide_nbytes)
+    assert torch.equal(result, expected)
+
+
+def test_inductors_own_order_stays_where_it_is_as_good() -> None:
+    inputs = branched()
+    ordering = KernelOrder()
+    with torch.no_grad(), asked_to_order(ordering):
+        torch.compile(branches)(*inputs)
+    (found,) = ordering.orders
+    assert found.given_nbytes == found.bound_nbytes and ordering.said == ""
+
+
+def several_results(x: Tensor, w: Tensor) -> Tensor:
+    values, indices = torch.topk(x @ w, 5)
+    mean = torch.var_mean(x, dim=1)[1]
+    chunks = torch.split(x.sin(), 16, dim=1)
+    return (values.sum() + indices.sum() + mean.sum() + sum(c.amax() for c in chunks)) * nn.functional.max_pool2d(
+        x[None], 4
+    ).sum()
+
+
+@pytest.mark.parametrize("function", [branches, several_results])
+def test_the_problem_has_inductors_estimate(function: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks: list[tuple[int, int]] = []
+
+    def read(nodes: list[Any], _: Any) -> list[Any]:
+        picked = kernels.inductors_order(nodes)
+        of_nodes = kernels.kernels_of(picked)
+        assert of_nodes is not None
+        problem = problem_of(of_nodes)
+        peaks.append((problem.peak_nbytes(range(len(problem))), estimated_peak(picked)))
+        assert not faults(problem, range(len(problem)), estimated_peak(picked))
+        return nodes
+
+    monkeypatch.setattr(kernels, "_ordered", read)
+    x, wide, narrow = branched()
+    inputs: Any = (x.requires_grad_(), wide, narrow) if function is branches else (x.requires_grad_(), wide[0])
+    with asked_to_order(lambda _: None):
+        torch.compile(function)(*inputs).sum().backward()
+    assert len(peaks) == 2 and all(ours == theirs > 0 for ours, theirs in peaks)
+
+
+def drawing(x: Tensor) -> Tensor:
+    return torch.stack([torch.bernoulli(x.sigmoid()).sum(), torch.bernoulli((2 * x).sigmoid()).sum()])
+
+
+def test_kernels_that_draw_from_a_generator_keep_their_order() -> None:
+    read: list[Kernels] = []
+    with config.patch(fallback_random=True), asked_to_order(lambda k: read.append(k)):
+        torch.manual_seed(3)
+        result = torch.compile(drawing)(torch.ones(64))
+    torch.manual_seed(3)
+    assert torch.equal(result, drawing(torch.ones(64)))
+    (of_nodes,) = read
+    ancestors: list[set[int]] = []
+    for before in of_nodes.before:
+        ancestors.append(set(before).union(*(ancestors[o] for o in before)))
+    draws = [i for i, node in enumerate(_names) if node]
+    assert len(draws) == 2 and draws[0] in ancestors[draws[1]]
+
+
+_names: list[bool] = []
+
+
+@pytest.fixture(autouse=True)
+def _watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = kernels.kernels_of
+    _names.clear()
+
+    def watched(nodes: Sequence[Any]) -> Kernels | None:
+        _names[:] = [any(kernels._draws(part.node) for part in node.get_nodes()) for node in nodes]
+        return original(nodes)
+
+    monkeypatch.setattr(kernels, "kernels_of", watched)
+
+
+def test_a_failure_to_read_the_kernels_leaves_them_as_they_are() -> None:
+    def fails(_: Kernels) -> None:
+        raise ValueError("unknown")
+
+    inputs = branched()
+    with torch.no_grad(), asked_to_order(fails):
+        result = torch.compile(branches)(*inputs)
+    assert torch.allclose(result, branches(*inputs), rtol=1e-3, atol=1e-2)
+
+
+def test_a_users_own_pass_runs_and_is_back_afterwards() -> None:
+    seen: list[int] = []
+
+    class Users(kernels.scheduler_pass_class()):  # type: ignore[misc]
+        def __call__(self, nodes: list[Any]) -> list[Any]:
+            seen.append(len(nodes))
+            return nodes
+
+        def uuid(self) -> str:
+            return "users"
+
+    users, ordering = Users(), KernelOrder()
+    with config.patch(_post_fusion_custom_pass=users):
+        with torch.no_grad(), asked_to_order(ordering):
+            torch.compile(branches)(*branched())
+        assert config._post_fusion_custom_pass is users
+    assert len(seen) == len(ordering.orders) == 1
+
+
+def test_a_pass_without_an_identity_stays_alone() -> None:
+    def users(nodes: list[Any]) -> list[Any]:
+        return nodes
+
+    with config.patch(_post_fusion_custom_pass=users), asked_to_order(lambda _: None):
+        assert config._post_fusion_custom_pass is users
+
+
+def test_a_session_asks_for_the_order_of_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted()
+    asked: list[int] = []
+    original = KernelOrder.__call__
+
+    def asking(self: KernelOrder, of_nodes: Kernels) -> Sequence[int] | None:
+        asked.append(len(of_nodes.before))
+        return original(self, of_nodes)
+
+    monkeypatch.setattr(KernelOrder, "__call__", asking)
+
+    def made() -> tuple[nn.Module, Any]:
+        model = Residual()
+        return model, torch.compile(model)
+
+    train(made, "min", steps=4)
+    assert len(asked) >= 2
