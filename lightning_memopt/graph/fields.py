@@ -90,6 +90,10 @@ class Fields:
                 self.refuse(key, i, f"{_shown(value)} is not text")
         return list(values)
 
+    def objects(self, key: str) -> list[Any]:
+        """A list of whatever its reader asks of each entry."""
+        return list(self._list(key, None))
+
     def integer(self, key: str, low: int = 0, high: int = MOST) -> int:
         value = self.value(key)
         if type(value) is not int or not low <= value <= high:

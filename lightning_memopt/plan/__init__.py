@@ -4,7 +4,7 @@ from lightning_memopt.plan.allocator import Reserved, reserved
 from lightning_memopt.plan.files import plan_from_json, plan_to_json, read_plan, write_plan
 from lightning_memopt.plan.lower import Fetch, Free, LoweringError, Rebuild, Schedule, Segment, lower
 from lightning_memopt.plan.machine import FREE, Machine, Overhead
-from lightning_memopt.plan.model import Life, Plan, Prediction
+from lightning_memopt.plan.model import Life, Plan, Prediction, RegionPlan, regions_text
 from lightning_memopt.plan.simulate import SegmentCost, Timeline, added_by, fixed_levels, segment_cost, simulate
 from lightning_memopt.plan.updates import at_least, early, fewest, names_of, step_of, updated
 from lightning_memopt.plan.validate import Report, validate
@@ -19,6 +19,7 @@ __all__ = [
     "Overhead",
     "Plan",
     "Prediction",
+    "RegionPlan",
     "Report",
     "Reserved",
     "Rebuild",
@@ -36,6 +37,7 @@ __all__ = [
     "plan_from_json",
     "plan_to_json",
     "read_plan",
+    "regions_text",
     "reserved",
     "segment_cost",
     "simulate",

@@ -1,6 +1,6 @@
 """A plan file: the plan and the graph it was made for, as JSON that one can read, diff and share. Never pickle.
 
-`{"format": "lightning_memopt.plan", "schema": 5, "plan": {...}, "graph": {...}}`, one array a line. The lives are
+`{"format": "lightning_memopt.plan", "schema": 6, "plan": {...}, "graph": {...}}`, one array a line. The lives are
 columns, as in the graph. A file that is read gives a plan that may be obeyed: its graph is consistent, the fingerprint
 is that graph's, and the validator has carried out its lives and updates without a problem. Predictions are not checked.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,16 +20,16 @@ from lightning_memopt.graph import BEFORE, Graph, fingerprint
 from lightning_memopt.graph.fields import MOST, Fields, letters
 from lightning_memopt.graph.json_io import graph_from_json, graph_to_json
 from lightning_memopt.plan.lower import LoweringError, lower
-from lightning_memopt.plan.model import How, Life, Plan, Prediction
+from lightning_memopt.plan.model import How, Life, Plan, Prediction, RegionPlan
 from lightning_memopt.plan.validate import validate
 
 FORMAT = "lightning_memopt.plan"
-SCHEMA = 5
+SCHEMA = 6
 
 _HOWS = letters(get_args(How))
 _PLAN = (
     *("fingerprint", "solver", "budget_nbytes", "unmodified_peak_nbytes", "step_seconds", "lower_bound_seconds"),
-    *("solve_seconds", "updates", "predicted", "lives"),
+    *("solve_seconds", "updates", "regions", "predicted", "lives"),
 )
 _PREDICTED = (
     *("peak_nbytes", "reserved_nbytes", "extra_seconds", "overhead_seconds", "extra_flops", "rebuilt_nbytes"),
@@ -36,7 +37,9 @@ _PREDICTED = (
     "update_seconds",
 )
 _LIFE = ("tensor", "born_at", "freed_at", "how", "forms", "form", "parked_nbytes")
+_REGION = ("key", "calls", "flops", "extra_flops", "rebuilt_ops", "saved_nbytes", "peak_nbytes", "lives")
 _OLD_NAMES: dict[int, dict[str, str]] = {
+    5: {},
     4: {},
     3: {
         "budget_nbytes": "budget_bytes",
@@ -51,8 +54,8 @@ _OLD_NAMES: dict[int, dict[str, str]] = {
     },
 }
 """Older schema -> how its files call a field. The letters of `how` are the same in all schemas."""
-_NEW = ("updates", "update_seconds")
-"""Fields that files of older schemas do not have."""
+_SINCE = {"updates": 5, "update_seconds": 5, "regions": 6}
+"""Field -> the first schema whose files have it."""
 
 
 def plan_to_json(plan: Plan, graph: Graph) -> dict[str, Any]:
@@ -62,20 +65,27 @@ def plan_to_json(plan: Plan, graph: Graph) -> dict[str, Any]:
 
 def fields_of(plan: Plan) -> dict[str, Any]:
     """The plan alone, as a plan file has it."""
-    forms = sorted({life.form for life in plan.lives})
-    columns = {
-        "tensor": [life.tensor for life in plan.lives],
-        "born_at": [life.born_at for life in plan.lives],
-        "freed_at": [life.freed_at for life in plan.lives],
-        "how": "".join(life.how[0] for life in plan.lives),
-        "forms": forms,
-        "form": [forms.index(life.form) for life in plan.lives],
-        "parked_nbytes": [life.parked_nbytes for life in plan.lives],
-    }
     fields: dict[str, Any] = {key: getattr(plan, key) for key in _PLAN}
     fields["predicted"] = {key: getattr(plan.predicted, key) for key in _PREDICTED}
-    fields["lives"] = columns
+    fields["lives"] = _columns(plan.lives)
+    fields["regions"] = [
+        {key: getattr(region, key) for key in _REGION} | {"lives": None if region.lives is None else _columns(region.lives)}
+        for region in plan.regions
+    ]
     return fields
+
+
+def _columns(lives: tuple[Life, ...]) -> dict[str, Any]:
+    forms = sorted({life.form for life in lives})
+    return {
+        "tensor": [life.tensor for life in lives],
+        "born_at": [life.born_at for life in lives],
+        "freed_at": [life.freed_at for life in lives],
+        "how": "".join(life.how[0] for life in lives),
+        "forms": forms,
+        "form": [forms.index(life.form) for life in lives],
+        "parked_nbytes": [life.parked_nbytes for life in lives],
+    }
 
 
 def plan_from_json(obj: object) -> tuple[Plan, Graph]:
@@ -84,13 +94,13 @@ def plan_from_json(obj: object) -> tuple[Plan, Graph]:
         shown = repr(obj.get("format"))[:80] if isinstance(obj, dict) else type(obj).__name__
         raise PlanFileError(f'"format" is {shown}, not "{FORMAT}": this is not a plan file; give the path of one')
     top = Fields(obj, "file", ("format", "schema", "plan", "graph"), (SCHEMA, *_OLD_NAMES))
-    old = top.obj["schema"] != SCHEMA
+    schema = top.obj["schema"]
     graph = graph_from_json(top.obj["graph"])
-    fields = Fields(top.obj["plan"], "plan", _keys(_PLAN, old), old_names=_OLD_NAMES.get(top.obj["schema"], {}))
-    plan = _plan(fields, graph)
-    if old and _updates_early(graph):
+    fields = Fields(top.obj["plan"], "plan", _keys(_PLAN, schema), old_names=_OLD_NAMES.get(schema, {}))
+    plan = _plan(fields, graph, schema)
+    if schema < _SINCE["updates"] and _updates_early(graph):
         raise PlanFileError(
-            f"the file is of schema {top.obj['schema']}, which does not say which parameters a plan updates in backward, and "
+            f"the file is of schema {schema}, which does not say which parameters a plan updates in backward, and "
             "its step updates some; make the file again"
         )
     actual = fingerprint(graph)
@@ -108,11 +118,11 @@ def plan_from_json(obj: object) -> tuple[Plan, Graph]:
 
 def plan_of_fields(obj: object, graph: Graph) -> Plan:
     """The plan that `fields_of` wrote down, for this graph. It is not carried out to check it. Raises PlanFileError."""
-    return _plan(Fields(obj, "plan", _PLAN), graph)
+    return _plan(Fields(obj, "plan", _PLAN), graph, SCHEMA)
 
 
-def _keys(keys: tuple[str, ...], old: bool) -> tuple[str, ...]:
-    return tuple(key for key in keys if not (old and key in _NEW))
+def _keys(keys: tuple[str, ...], schema: int) -> tuple[str, ...]:
+    return tuple(key for key in keys if _SINCE.get(key, 0) <= schema)
 
 
 def _updates_early(graph: Graph) -> bool:
@@ -122,13 +132,14 @@ def _updates_early(graph: Graph) -> bool:
     return any(graph.tensors[t].kind == "parameter" for t in read)
 
 
-def _plan(fields: Fields, graph: Graph) -> Plan:
-    old = "updates" not in fields.obj
-    predicted = fields.inner("predicted", _keys(_PREDICTED, old))
+def _plan(fields: Fields, graph: Graph, schema: int) -> Plan:
+    old = schema < _SINCE["updates"]
+    predicted = fields.inner("predicted", _keys(_PREDICTED, schema))
     return Plan(
         fingerprint=fields.string("fingerprint"),
         lives=_lives(fields, graph),
         updates=() if old else tuple(fields.ints("updates", None, 0, len(graph.tensors) - 1)),
+        regions=() if schema < _SINCE["regions"] else tuple(_regions(fields)),
         solver=fields.string("solver"),
         budget_nbytes=fields.integer("budget_nbytes"),
         unmodified_peak_nbytes=fields.integer("unmodified_peak_nbytes"),
@@ -176,6 +187,39 @@ def _lives(fields: Fields, graph: Graph) -> tuple[Life, ...]:
     return tuple(
         Life(tensor=tensor, born_at=born_at, freed_at=freed_at, how=how, form=form, parked_nbytes=nbytes)
         for tensor, born_at, freed_at, how, form, nbytes in zip(tensors, born, freed, hows, forms, parked, strict=True)
+    )
+
+
+def _regions(fields: Fields) -> Iterator[RegionPlan]:
+    """Their graphs are not in the file: what a region's lives say is checked when a region with this key is compiled."""
+    for i, each in enumerate(fields.objects("regions")):
+        region = Fields(each, f"plan.regions[{i}]", _REGION)
+        yield RegionPlan(
+            key=region.string("key"),
+            lives=None if region.value("lives") is None else _region_lives(region),
+            calls=region.number("calls"),
+            flops=region.integer("flops"),
+            extra_flops=region.integer("extra_flops"),
+            rebuilt_ops=region.integer("rebuilt_ops"),
+            saved_nbytes=region.integer("saved_nbytes"),
+            peak_nbytes=region.integer("peak_nbytes"),
+        )
+
+
+def _region_lives(region: Fields) -> tuple[Life, ...]:
+    columns = region.inner("lives", _LIFE)
+    tensors = columns.ints("tensor", None)
+    born = columns.ints("born_at", len(tensors), BEFORE)
+    freed = columns.ints("freed_at", len(tensors))
+    hows = columns.chosen("how", len(tensors), _HOWS)
+    for i, (born_at, freed_at, how) in enumerate(zip(born, freed, hows, strict=True)):
+        if freed_at < born_at:
+            columns.refuse("freed_at", i, f"{freed_at} is before the birth, at {born_at}")
+        if how == "fetch":
+            columns.refuse("how", i, "a compiled region parks nothing")
+    return tuple(
+        Life(tensor=tensor, born_at=born_at, freed_at=freed_at, how=how)
+        for tensor, born_at, freed_at, how in zip(tensors, born, freed, hows, strict=True)
     )
 
 

@@ -7,6 +7,7 @@ else (which ops run again, in which order, what is freed when) follows from the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,6 +92,30 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RegionPlan:
+    """The part of a plan that is about one compiled region.
+
+    key: identifies its joint graph of forward and backward.
+    lives: of the tensors of that graph; None where the region runs as torch splits it.
+    calls: how often a forward calls it.
+    flops: of its ops, each run once.
+    extra_flops: of ops that run again.
+    rebuilt_ops: how many run again.
+    saved_nbytes: what a call leaves for its backward, as modelled.
+    peak_nbytes: the most that it takes while it runs, as modelled.
+    """
+
+    key: str
+    lives: tuple[Life, ...] | None
+    calls: float
+    flops: int
+    extra_flops: int
+    rebuilt_ops: int
+    saved_nbytes: int
+    peak_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Every decision for the steps of one graph, made for one budget.
 
@@ -98,6 +123,7 @@ class Plan:
     lives: of every tensor that autograd saves and of tensors held to rebuild them, sorted by (tensor, born_at).
     updates: ids of the parameters that are updated in backward, in their order; the others, and their gradients, wait for the
         update after it.
+    regions: the compiled regions of the step, which are stages of its graph, with what was decided for each.
     solver: name of the solver that found the plan.
     budget_nbytes: the budget that the plan was made for.
     predicted: the predicted cost.
@@ -115,6 +141,7 @@ class Plan:
     predicted: Prediction
     unmodified_peak_nbytes: int
     updates: tuple[int, ...] = ()
+    regions: tuple[RegionPlan, ...] = ()
     step_seconds: float = 0.0
     lower_bound_seconds: float = 0.0
     solve_seconds: float = 0.0
@@ -131,3 +158,13 @@ class Plan:
     @property
     def predicted_seconds(self) -> float:
         return self.step_seconds + self.predicted.seconds
+
+
+def regions_text(regions: Sequence[RegionPlan]) -> str:
+    """How many compiled regions run ops again, and how many of their FLOPs."""
+    planned = [region for region in regions if region.lives is not None]
+    text = f"{len(planned)} of {len(regions)} compiled regions run ops again"
+    if not planned:
+        return text
+    share = sum(region.extra_flops for region in planned) / (sum(region.flops for region in regions) or 1)
+    return f"{text} ({sum(region.rebuilt_ops for region in planned)} ops, {100 * share:.1f} % of all FLOPs)"

@@ -93,7 +93,10 @@ class Session:
         self._metering, self._slowed = Metering(), False  # slowed: the last step was observed, or measured by a profiler
         self.foresight, self.silence = Foresight(self.optimizers), Silence(config.profile_steps)
         self._offloading = self._parts.add(Offloading(self.device, config))
-        self._compiled = self._parts.add(CompiledRegions(model, config, self.budget_nbytes, self.enabled, self._agreement))
+        plan = None if self.given is None else self.given[0]
+        self._compiled = self._parts.add(
+            CompiledRegions(model, config, self.budget_nbytes, self.enabled, self._agreement, plan)
+        )
         self.pool, blocks = Pooling(config, self.device, self.say), CompiledBlocks(config, self.say)
         if config.pool is not None:
             self._parts.add(self.pool)
@@ -489,7 +492,12 @@ class Session:
             machine = replace(machine, update_seconds=self._early.seconds(self.device))
         again = regions.compiled_again(graph, limit, self.say, machine)
         solve = partial(self._agreement.solved, limit_nbytes=limit, offloading=self._offloading, say=self.say, machine=machine)
-        self._become(state, cache.afresh(state, regions.changed) if again else cache.observed(state, graph, self.say, solve))
+        self._become(
+            state,
+            cache.afresh(state, regions.changed)
+            if again
+            else cache.observed(state, graph, self.say, lambda step: regions.in_plans(solve(step))),
+        )
 
     def _become(self, old: State, new: State) -> None:
         if new is not old:

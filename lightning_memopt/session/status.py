@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import Plan
+from lightning_memopt.plan import Plan, regions_text
 from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.runtime.pool import PoolStatus
@@ -131,7 +131,7 @@ def status_of(
             measured_peak_nbytes=max(metering.between.peak_nbytes, plans.measured_nbytes or 0) or None,
             replans=state.past.replanned + state.past.regrown,
             deviates=state.drift.deviated,
-            compiled=regions.report,
+            compiled=regions.report or (regions_text(state.plan.regions) if state.plan.regions else None),
             pool=pool.status(),
             rates=offloading.measured,
         )

@@ -15,6 +15,7 @@ from lightning_memopt.plan import (
     Machine,
     Plan,
     Prediction,
+    RegionPlan,
     at_least,
     early,
     fewest,
@@ -74,6 +75,7 @@ class Frontier:
     seconds: how long solving took.
     machine: the machine that they were made for.
     smallest: a plan that reserves at most `smallest_nbytes`; None without `reserve`.
+    regions: what was decided for the step's compiled regions: a part of all these plans.
     others: plans for the step that updates nothing early, where early updates take time: they may need fewer of these.
     cut_off: the time limit was over before the plans for few bytes were made: smaller ones may exist.
     """
@@ -88,6 +90,7 @@ class Frontier:
     smallest: Candidate | None = None
     others: tuple[Candidate, ...] = ()
     cut_off: bool = False
+    regions: tuple[RegionPlan, ...] = ()
 
     @cached_property
     def reserve(self) -> Callable[[tuple[Life, ...]], int] | None:
@@ -161,7 +164,7 @@ class Frontier:
 
     def plan(self, budget_nbytes: int) -> Plan:
         """The plan for a budget, with its bound. Raises InfeasibleError as `within`."""
-        return self._with_updates(self._plan(budget_nbytes))
+        return replace(self._with_updates(self._plan(budget_nbytes)), regions=self.regions)
 
     def _plan(self, budget_nbytes: int) -> Plan:
         """The plan for a budget where all parameters are updated early that may be."""

@@ -17,7 +17,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -26,9 +26,10 @@ from torch import nn
 from lightning_memopt.compiled import Region, Regions, asked_to_order, compiles
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import Machine
+from lightning_memopt.plan import Machine, Plan, RegionPlan, regions_text
 from lightning_memopt.record import compiled_modules
 from lightning_memopt.record.gathered import units_of
+from lightning_memopt.session.decide.solving import Solved
 from lightning_memopt.session.decide.foresight import unmodified_peak
 from lightning_memopt.session.measure.peak_meter import in_compiled_code
 from lightning_memopt.session.parts import Part
@@ -86,14 +87,21 @@ class CompiledRegions(Part):
     """
 
     def __init__(
-        self, model: nn.Module, config: MemOptConfig, budget_nbytes: int | None, enabled: bool, meetings: Meetings
+        self,
+        model: nn.Module,
+        config: MemOptConfig,
+        budget_nbytes: int | None,
+        enabled: bool,
+        meetings: Meetings,
+        given: Plan | None = None,
     ) -> None:
+        """`given`: a plan that the user gave. Its regions are compiled as it says."""
         sharded = not meetings.alone and bool(units_of(model))
         self._enabled, self._meetings = enabled and config.recompute and not sharded, meetings
         self._model = weakref.ref(model)
         self._begun = False
         self._seconds = config.solver_seconds
-        self._remembered = Remembered(budget_nbytes, config, meetings.alone)
+        self._remembered = Remembered(budget_nbytes, config, meetings.alone, () if given is None else given.regions)
         self._regions = Regions(self._remembered.recall)
         self._order = KernelOrder()
         self._stages: dict[int, Stage] = {}
@@ -218,14 +226,28 @@ class CompiledRegions(Part):
         stages = [stage for stage in self._stages.values() if not stage.region.forgotten]
         if not stages:
             return None
-        planned = [stage.option for stage in stages if stage.option is not None]
-        text = f"{len(planned)} of {len(stages)} compiled regions run ops again"
-        if planned:
-            flops = sum(op.flops for s in stages for op in s.region.graph.ops) or 1
-            extra = sum(option.extra_flops for option in planned) / flops
-            text += f" ({sum(option.rebuilt_ops for option in planned)} ops, {100 * extra:.1f} % of all FLOPs)"
-        text += self._order.said
+        text = regions_text([self._planned(stage) for stage in stages]) + self._order.said
         return text if not self.opaque else f"{text}; not planned: {self.opaque}"
+
+    def _planned(self, stage: Stage) -> RegionPlan:
+        """What is decided for a region now."""
+        option, halves = stage.option, stage.region.unplanned if stage.option is None else stage.option.halves
+        return RegionPlan(
+            key=self._keys()[id(stage.region)],
+            lives=None if option is None else option.lives,
+            calls=stage.calls,
+            flops=sum(op.flops for op in stage.region.graph.ops),
+            extra_flops=0 if option is None else option.extra_flops,
+            rebuilt_ops=0 if option is None else option.rebuilt_ops,
+            saved_nbytes=0 if halves is None else halves.saved_nbytes,
+            peak_nbytes=0 if halves is None else halves.peak_nbytes,
+        )
+
+    def in_plans(self, solved: Solved) -> Solved:
+        """What was decided for the regions of the step is a part of the plans for it: they were solved for that step."""
+        regions = tuple(map(self._planned, self._stages_of_step()))
+        frontier, plan = replace(solved.frontier, regions=regions), replace(solved.plan, regions=regions)
+        return solved._replace(frontier=frontier, plan=plan)
 
     @property
     def opaque(self) -> str:

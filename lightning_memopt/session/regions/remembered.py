@@ -10,14 +10,16 @@ import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
+from lightning_memopt.compiled import Halves
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.cxx import cache
-from lightning_memopt.plan import Life
+from lightning_memopt.plan import Life, RegionPlan
 from lightning_memopt.session.regions.region_choice import Option
 from lightning_memopt.session.regions.shared_regions import fields_of_option, option_of_fields
 
@@ -32,7 +34,11 @@ class Remembered:
     recalled: key of a region -> its option that was read.
     """
 
-    def __init__(self, budget_nbytes: int | None, config: MemOptConfig, enabled: bool) -> None:
+    def __init__(
+        self, budget_nbytes: int | None, config: MemOptConfig, enabled: bool, given: Sequence[RegionPlan] = ()
+    ) -> None:
+        """`given`: the regions of a plan that the user gave, which are compiled as it says."""
+        self._given = {region.key: _option_of(region, region.lives) for region in given if region.lives is not None}
         self.enabled = enabled and os.environ.get("MEMOPT_CACHE") != "0"
         self.recalled: dict[str, Option] = {}
         self._budget = f"{budget_nbytes} {config.headroom}"
@@ -49,6 +55,9 @@ class Remembered:
 
     def recall(self, key: str) -> tuple[Life, ...] | None:
         """The plan that the region with this key had in an earlier run, or None."""
+        if key in self._given:
+            self.recalled[key] = self._given[key]
+            return self.recalled[key].lives
         if not self.enabled:
             return None
         try:
@@ -66,3 +75,7 @@ class Remembered:
             written = file.with_suffix(f".{os.getpid()}")
             written.write_text(json.dumps(fields_of_option(option)))
             written.replace(file)
+
+
+def _option_of(region: RegionPlan, lives: tuple[Life, ...]) -> Option:
+    return Option(lives, Halves(region.saved_nbytes, region.peak_nbytes), region.extra_flops, region.rebuilt_ops)

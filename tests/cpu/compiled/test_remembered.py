@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_memopt import optimize
+from lightning_memopt.plan import read_plan
 from lightning_memopt.session.regions import remembered
 from tests.cpu.compiled.training import Residual, counted, losses_of
 
@@ -24,7 +25,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "regions"
 
 
-def train(budget: Any, lines: list[str]) -> tuple[list[float], Any, int, int]:
+def train(
+    budget: Any, lines: list[str], saved: Path | None = None, plan: str | None = None
+) -> tuple[list[float], Any, int, int]:
     """Losses, the status, the step after which the plan was in force, and how many graphs were compiled."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -33,9 +36,11 @@ def train(budget: Any, lines: list[str]) -> tuple[list[float], Any, int, int]:
     call = torch.compile(net, backend="aot_eager")
     torch.manual_seed(1)
     phases: list[str] = []
-    with optimize(net, optimizer, budget=budget, profile_steps=1, solver_seconds=2, verbose=False) as run:
+    with optimize(net, optimizer, budget=budget, plan=plan, profile_steps=1, solver_seconds=2, verbose=False) as run:
         run.session.say = lines.append
         losses = losses_of(call, optimizer, STEPS, after=lambda _: phases.append(run.status().phase))
+        if saved is not None:
+            run.save_plan(str(saved))
         planned_after = phases.index("planned") + 1 if "planned" in phases else 0
         return losses, run.status(), planned_after, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
@@ -92,3 +97,17 @@ def test_it_can_be_switched_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("MEMOPT_CACHE", "0")
     train("min", [])
     assert not folder.exists()
+
+
+def test_a_given_plan_compiles_regions_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted()
+    monkeypatch.setenv("MEMOPT_CACHE", "0")
+    path = tmp_path / "plan.json"
+    losses, first, _, graphs = train("min", [], saved=path)
+    plan, _ = read_plan(path)
+    (region,) = plan.regions
+    assert graphs > 1 and region.lives and region.rebuilt_ops and first.plan.regions == plan.regions
+    again_losses, second, again_after, again_graphs = train("1GiB", [], plan=str(path))
+    assert (again_after, again_graphs) == (1, 1)
+    assert (second.measured_peak_nbytes, second.compiled) == (first.measured_peak_nbytes, first.compiled)
+    assert again_losses == losses
