@@ -20,8 +20,8 @@ from lightning_memopt.graph import BEFORE, Graph, fingerprint
 from lightning_memopt.graph.fields import MOST, Fields, letters
 from lightning_memopt.graph.json_io import graph_from_json, graph_to_json
 from lightning_memopt.plan.lower import LoweringError, lower
-from lightning_memopt.plan.model import How, Life, Plan, Prediction, RegionPlan
-from lightning_memopt.plan.validate import validate
+from lightning_memopt.plan.model import Addresses, How, Life, Plan, Prediction, RegionPlan
+from lightning_memopt.plan.validate import validate, wrong_addresses
 
 FORMAT = "lightning_memopt.plan"
 SCHEMA = 6
@@ -29,7 +29,7 @@ SCHEMA = 6
 _HOWS = letters(get_args(How))
 _PLAN = (
     *("fingerprint", "solver", "budget_nbytes", "unmodified_peak_nbytes", "step_seconds", "lower_bound_seconds"),
-    *("solve_seconds", "updates", "regions", "predicted", "lives"),
+    *("solve_seconds", "updates", "regions", "addresses", "predicted", "lives"),
 )
 _PREDICTED = (
     *("peak_nbytes", "reserved_nbytes", "extra_seconds", "overhead_seconds", "extra_flops", "rebuilt_nbytes"),
@@ -38,6 +38,7 @@ _PREDICTED = (
 )
 _LIFE = ("tensor", "born_at", "freed_at", "how", "forms", "form", "parked_nbytes")
 _REGION = ("key", "calls", "flops", "extra_flops", "rebuilt_ops", "saved_nbytes", "peak_nbytes", "lives")
+_ADDRESSES = ("nbytes", "offsets", "until", "arena_nbytes", "max_live_nbytes", "needed_nbytes")
 _OLD_NAMES: dict[int, dict[str, str]] = {
     5: {},
     4: {},
@@ -54,7 +55,7 @@ _OLD_NAMES: dict[int, dict[str, str]] = {
     },
 }
 """Older schema -> how its files call a field. The letters of `how` are the same in all schemas."""
-_SINCE = {"updates": 5, "update_seconds": 5, "regions": 6}
+_SINCE = {"updates": 5, "update_seconds": 5, "regions": 6, "addresses": 6}
 """Field -> the first schema whose files have it."""
 
 
@@ -72,6 +73,10 @@ def fields_of(plan: Plan) -> dict[str, Any]:
         {key: getattr(region, key) for key in _REGION} | {"lives": None if region.lives is None else _columns(region.lives)}
         for region in plan.regions
     ]
+    if plan.addresses is not None:
+        a = plan.addresses
+        offsets = [-1 if offset is None else offset for offset in a.offsets]
+        fields["addresses"] = {key: getattr(a, key) for key in _ADDRESSES} | {"offsets": offsets}
     return fields
 
 
@@ -113,6 +118,9 @@ def plan_from_json(obj: object) -> tuple[Plan, Graph]:
     if not report.ok:
         more = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
         raise PlanFileError(f"the plan cannot be carried out: {report.problems[0]}{more}; make it again")
+    wrong = [] if plan.addresses is None else wrong_addresses(plan.addresses)
+    if wrong:
+        raise PlanFileError(f"plan.addresses: {wrong[0]}; make the file again")
     return plan, graph
 
 
@@ -140,6 +148,7 @@ def _plan(fields: Fields, graph: Graph, schema: int) -> Plan:
         lives=_lives(fields, graph),
         updates=() if old else tuple(fields.ints("updates", None, 0, len(graph.tensors) - 1)),
         regions=() if schema < _SINCE["regions"] else tuple(_regions(fields)),
+        addresses=None if schema < _SINCE["addresses"] or fields.value("addresses") is None else _addresses(fields),
         solver=fields.string("solver"),
         budget_nbytes=fields.integer("budget_nbytes"),
         unmodified_peak_nbytes=fields.integer("unmodified_peak_nbytes"),
@@ -220,6 +229,19 @@ def _region_lives(region: Fields) -> tuple[Life, ...]:
     return tuple(
         Life(tensor=tensor, born_at=born_at, freed_at=freed_at, how=how)
         for tensor, born_at, freed_at, how in zip(tensors, born, freed, hows, strict=True)
+    )
+
+
+def _addresses(fields: Fields) -> Addresses:
+    columns = fields.inner("addresses", _ADDRESSES)
+    nbytes = columns.ints("nbytes", None)
+    return Addresses(
+        nbytes=tuple(nbytes),
+        offsets=tuple(None if offset < 0 else offset for offset in columns.ints("offsets", len(nbytes), -1)),
+        until=tuple(columns.ints("until", len(nbytes))),
+        arena_nbytes=columns.integer("arena_nbytes"),
+        max_live_nbytes=columns.integer("max_live_nbytes"),
+        needed_nbytes=columns.integer("needed_nbytes"),
     )
 
 

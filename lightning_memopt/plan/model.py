@@ -8,7 +8,7 @@ else (which ops run again, in which order, what is freed when) follows from the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 How = Literal["original", "rebuild", "fetch"]
@@ -116,6 +116,37 @@ class RegionPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Addresses:
+    """The part of a plan that is about addresses: of the requests of a step, in one arena that serves step after step.
+
+    nbytes: of every request of the step, in their order.
+    offsets: of every request, bytes from the beginning of the arena; None: the ordinary allocator serves it.
+    until: of every request, the number of the request after its end, which may be one of the next step; 0 where it has no
+        address. It ends before that one begins.
+    arena_nbytes: bytes that the arena needs.
+    needed_nbytes: bytes of the arena and of all that was beside it when it was planned: a budget must have room for them.
+    max_live_nbytes: the most planned bytes that are live at one moment, rounded up as addresses are: no arena is smaller.
+    """
+
+    nbytes: tuple[int, ...] = field(repr=False)
+    offsets: tuple[int | None, ...] = field(repr=False)
+    until: tuple[int, ...] = field(repr=False)
+    arena_nbytes: int
+    max_live_nbytes: int
+    needed_nbytes: int
+
+    @property
+    def planned(self) -> int:
+        """How many requests have an address."""
+        return sum(offset is not None for offset in self.offsets)
+
+    @property
+    def fragmentation(self) -> float:
+        """The share by which the arena is larger than max-live."""
+        return self.arena_nbytes / self.max_live_nbytes - 1 if self.max_live_nbytes else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Every decision for the steps of one graph, made for one budget.
 
@@ -124,6 +155,7 @@ class Plan:
     updates: ids of the parameters that are updated in backward, in their order; the others, and their gradients, wait for the
         update after it.
     regions: the compiled regions of the step, which are stages of its graph, with what was decided for each.
+    addresses: of the requests of a step; None without a planned pool, and until a step by this plan has shown its requests.
     solver: name of the solver that found the plan.
     budget_nbytes: the budget that the plan was made for.
     predicted: the predicted cost.
@@ -142,6 +174,7 @@ class Plan:
     unmodified_peak_nbytes: int
     updates: tuple[int, ...] = ()
     regions: tuple[RegionPlan, ...] = ()
+    addresses: Addresses | None = None
     step_seconds: float = 0.0
     lower_bound_seconds: float = 0.0
     solve_seconds: float = 0.0

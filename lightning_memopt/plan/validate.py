@@ -14,10 +14,13 @@ count of its own.
    overwrote. If its codec is not exact, only autograd may read it.
 6. A parameter that is updated early is one that may be, once, in the order of its points. The gradients of those that are not
    stay to the end, where one update of them all takes bytes of its own.
+7. Of requests with addresses, no two that are in memory at one moment overlap, also where a step follows another
+   (`wrong_addresses`).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -26,9 +29,11 @@ from lightning_memopt.graph import BEFORE, Graph, Op, Save
 from lightning_memopt.plan.clocks import leaves_at
 from lightning_memopt.plan.forms import EXACT, codec_of, is_form, tier_of
 from lightning_memopt.plan.lower import Fetch, Rebuild, Schedule
-from lightning_memopt.plan.model import Life
+from lightning_memopt.plan.model import Addresses, Life
 
 _MOST_PROBLEMS = 100
+_ALIGNED = 64
+"""Kernels may take another path for data that is aligned otherwise, and give other bits (runtime/pool/steps.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,3 +348,36 @@ class _Ledger:
             if count != wanted:
                 self.problem(f"{when} point {p}, {self.called(t)} is in memory {count} times; its lives say {wanted}")
         self.touched.clear()
+
+
+def wrong_addresses(addresses: Addresses) -> list[str]:
+    """What is wrong with addresses, a sentence each: two steps are carried out, one after the other, request by request."""
+    period = len(addresses.nbytes)
+    if not len(addresses.offsets) == len(addresses.until) == period:
+        return [f"{period} requests have {len(addresses.offsets)} offsets and {len(addresses.until)} ends"]
+    problems: list[str] = []
+    taken: list[tuple[int, int, int]] = []  # (first byte, last byte + 1, request) in the arena now, sorted
+    ending: dict[int, list[tuple[int, int, int]]] = {}
+    for now in range(2 * period):
+        for ended in ending.pop(now, ()):
+            taken.remove(ended)
+        request = now % period
+        offset, nbytes, until = addresses.offsets[request], addresses.nbytes[request], addresses.until[request]
+        if offset is None or not nbytes:
+            continue
+        if not request < until <= request + period:
+            problems.append(f"request {request} ends before request {until}, which is not within the step after it")
+            break
+        if offset < 0 or offset % _ALIGNED or offset + nbytes > addresses.arena_nbytes:
+            problems.append(f"request {request} has {nbytes} bytes at {offset} of an arena of {addresses.arena_nbytes}")
+        mine = offset, offset + nbytes, request
+        at = bisect_left(taken, mine)
+        near = (*taken[max(0, at - 1) : at], *taken[at : at + 1])
+        problems += [
+            f"requests {other[2]} and {request} overlap" for other in near if other[0] < mine[1] and mine[0] < other[1]
+        ]
+        if len(problems) >= _MOST_PROBLEMS:
+            break
+        taken.insert(at, mine)
+        ending.setdefault(now - request + until, []).append(mine)
+    return list(dict.fromkeys(problems))

@@ -43,6 +43,12 @@ def head(plan: Plan) -> str:
 def explain(plan: Plan, graph: Graph) -> str:
     """The plan in two lines, and a table with one row for each block of the model."""
     lines = [head(plan), *([f"Updated in backward: {updates_text(plan, graph)}."] if graph.updates else [])]
+    if plan.addresses is not None:
+        a = plan.addresses
+        lines.append(
+            f"Addresses: {a.planned} of {len(a.nbytes)} requests of a step in an arena of {format_nbytes(a.arena_nbytes)}; "
+            f"no arena is smaller than {format_nbytes(a.max_live_nbytes)}."
+        )
     if plan.regions:
         lines.append(f"{regions_text(plan.regions)}.")
     return "\n".join([*lines, by_block(blocks(graph, plan))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,7 +15,8 @@ from lightning_memopt.cxx import BuildError
 from lightning_memopt.device.backends import current_stream
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.device.places import on_host
-from lightning_memopt.runtime.pool import ALIGNMENT, Addresses, LoggedStep, PoolStatus, PoolWindows, Solve, StreamWindows
+from lightning_memopt.plan import Addresses
+from lightning_memopt.runtime.pool import ALIGNMENT, LoggedStep, PoolStatus, PoolWindows, Solve, StreamWindows
 from lightning_memopt.session.judge.states import Running
 from lightning_memopt.session.parts import Part
 from lightning_memopt.solvers.placement import Buffer, place_cyclic
@@ -47,7 +49,8 @@ class Pooling(Part):
             return
         checked = self._config.verify and isinstance(state, Running) and state.verifies  # it requests more than later steps
         if isinstance(state, Running) and not checked:
-            self._windows.begins(state, state.plan.budget_nbytes if limit_nbytes is None else limit_nbytes)
+            budget_nbytes = state.plan.budget_nbytes if limit_nbytes is None else limit_nbytes
+            self._windows.begins(state, budget_nbytes, state.plan.addresses)
         else:
             self._windows.rests()
 
@@ -76,7 +79,7 @@ class Pooling(Part):
             if pool is None:
                 self._reason = "the native allocator, of which it is a part, is not in place"
             else:
-                self._windows = PoolWindows(pool, _Solver(self._config).saying(self._say), self._say)
+                self._windows = PoolWindows(pool, _Solver(self._config).saying(self._say), self._say, _decided)
         if self._windows is not None:
             _open.add(self)
         else:
@@ -92,7 +95,7 @@ class Pooling(Part):
             self._reason = f"the model is on {self._device}, and {error}"
             return
         solver = _Solver(self._config, native.CUDA_ALIGNMENT, reserves=True).saying
-        self._windows = StreamWindows(allocator, index, main, solver, self._say)
+        self._windows = StreamWindows(allocator, index, main, solver, self._say, _decided)
 
     def close(self) -> None:
         if self._windows is not None:
@@ -104,6 +107,12 @@ class Pooling(Part):
         if self._windows is None:
             return None if self._reason is None else PoolStatus(reason=self._reason)
         return self._windows.status()
+
+
+def _decided(key: object, addresses: Addresses) -> None:
+    """A step has shown its requests: the plan in force has their addresses from now on."""
+    if isinstance(key, Running):
+        key.plan = replace(key.plan, addresses=addresses)
 
 
 class _Solver:
@@ -131,9 +140,16 @@ class _Solver:
         until = [0] * step.period
         for request, offset in zip(step.requests, placement.offsets, strict=True):
             offsets[request.number], until[request.number] = offset, request.until
-        addresses = Addresses(step.nbytes, tuple(offsets), placement.height_nbytes, placement.bound_nbytes, tuple(until))
         beside_nbytes = step.beside_nbytes + (step.crossing_nbytes if self._reserves else 0)
-        needed = addresses.arena_nbytes + beside_nbytes - (0 if self._reserves else step.rounding_nbytes)
+        needed = placement.height_nbytes + beside_nbytes - (0 if self._reserves else step.rounding_nbytes)
+        addresses = Addresses(
+            nbytes=step.nbytes,
+            offsets=tuple(offsets),
+            until=tuple(until),
+            arena_nbytes=placement.height_nbytes,
+            max_live_nbytes=placement.bound_nbytes,
+            needed_nbytes=max(0, needed),
+        )
         if needed > budget_nbytes:
             return (
                 f"an arena of {format_nbytes(addresses.arena_nbytes)} beside {format_nbytes(beside_nbytes)} of other "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lightning_memopt.report.page.parts import Grid, Picture, Section, count, size
 from lightning_memopt.report.record import Arena, Placed, RunRecord
-from lightning_memopt.runtime.pool import ALIGNMENT
+from lightning_memopt.runtime.pool import ALIGNMENT, PoolStatus
 from lightning_memopt.solvers.placement import buffers_of, place
 from lightning_memopt.units import format_nbytes
 
@@ -20,6 +20,8 @@ def would_be(record: RunRecord) -> Arena | None:
     """The arena that a planned pool would give the step of a plan; None where there is no plan, or no request."""
     if record.graph is None or record.plan is None:
         return None
+    if record.plan.addresses is not None:
+        return Arena.of(PoolStatus(addresses=record.plan.addresses))
     buffers = buffers_of(record.graph, record.plan.lives)
     if not buffers:
         return None

@@ -1,9 +1,9 @@
-"""What was logged of a step's requests, and the addresses that were planned for them."""
+"""What was logged of a step's requests."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_memopt.units import round_up
@@ -97,32 +97,3 @@ def max_live_nbytes(requests: Sequence[Request], period: int) -> int:
         live += nbytes
         most = max(most, live)
     return most
-
-
-@dataclass(frozen=True)
-class Addresses:
-    """The plan of a step's addresses.
-
-    nbytes: of every request of the step, in their order.
-    offsets: of every request, bytes from the beginning of the arena; None: the ordinary allocator serves it.
-    until: of every request, the number of the request after its end, which may be one of the next step; 0 where it has no
-        address. Only pictures need it.
-    arena_nbytes: bytes that the arena needs.
-    max_live_nbytes: the most planned bytes that are live at one moment, in multiples of `ALIGNMENT`: no arena is smaller.
-    """
-
-    nbytes: tuple[int, ...] = field(repr=False)
-    offsets: tuple[int | None, ...] = field(repr=False)
-    arena_nbytes: int
-    max_live_nbytes: int
-    until: tuple[int, ...] = field(default=(), repr=False)
-
-    @property
-    def planned(self) -> int:
-        """How many requests have an address."""
-        return sum(offset is not None for offset in self.offsets)
-
-    @property
-    def fragmentation(self) -> float:
-        """The share by which the arena is larger than max-live."""
-        return self.arena_nbytes / self.max_live_nbytes - 1 if self.max_live_nbytes else 0.0

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from lightning_memopt.native import CudaAllocator, StreamPool
-from lightning_memopt.runtime.pool.windows import Counts, PoolStatus, PoolWindows, Solve
+from lightning_memopt.plan import Addresses
+from lightning_memopt.runtime.pool.windows import Counts, Decided, PoolStatus, PoolWindows, Solve
 
 Say = Callable[[str], None]
 
@@ -19,16 +20,24 @@ class StreamWindows:
 
     main: the pool of the stream in which steps begin.
     solver: what solves addresses, and says so by the function that it is given.
+    decided: is told of those of the main stream. Only these are a part of the plan.
     """
 
     def __init__(
-        self, allocator: CudaAllocator, device: int, main: StreamPool, solver: Callable[[Say], Solve], say: Say
+        self,
+        allocator: CudaAllocator,
+        device: int,
+        main: StreamPool,
+        solver: Callable[[Say], Solve],
+        say: Say,
+        decided: Decided = lambda key, addresses: None,
     ) -> None:
         self._allocator, self._device, self._solver, self._say = allocator, device, solver, say
-        self._windows = {main.number: PoolWindows(main, solver(say), say)}
+        self._main = main.number
+        self._windows = {main.number: PoolWindows(main, solver(say), say, decided)}
         self._closed = False
 
-    def begins(self, key: object, budget_nbytes: int) -> None:
+    def begins(self, key: object, budget_nbytes: int, planned: Addresses | None = None) -> None:
         """A step of a signature begins, on all streams."""
         if self._closed:
             return
@@ -36,8 +45,8 @@ class StreamWindows:
             if pool.active and pool.number not in self._windows:
                 say = partial(_said, self._say, pool.number)
                 self._windows[pool.number] = PoolWindows(pool, self._solver(say), say)
-        for windows in self._windows.values():
-            windows.begins(key, budget_nbytes)
+        for number, windows in self._windows.items():
+            windows.begins(key, budget_nbytes, planned if number == self._main else None)
 
     def rests(self) -> None:
         """Until the next step begins, the ordinary allocator serves all."""

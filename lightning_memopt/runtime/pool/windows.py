@@ -16,10 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lightning_memopt.native import Counts, Lane
-from lightning_memopt.runtime.pool.steps import Addresses, LoggedStep
+from lightning_memopt.plan import Addresses
+from lightning_memopt.runtime.pool.steps import LoggedStep
 from lightning_memopt.units import format_nbytes
 
 Solve = Callable[[LoggedStep, int], Addresses | str]
+Decided = Callable[[object, Addresses], None]
 _IN_A_ROW = 3
 """After so many steps in a row with requests that fell through, a step is logged again."""
 _AGAIN = 3
@@ -93,13 +95,16 @@ class PoolWindows:
     """The windows of one run. `begins` is called when a step begins, `rests` where steps without a window follow.
 
     solve: the addresses for a logged step within so many bytes, or the reason why there are none.
+    decided: is told of the addresses that were solved for the signature of a key.
     """
 
     _ended: PoolStatus | None = PoolStatus()
     """The status when the run was closed. A class attribute, because `__del__` also runs after an interrupted constructor."""
 
-    def __init__(self, native: Lane, solve: Solve, say: Callable[[str], None]) -> None:
-        self._native, self._solve, self._say = native, solve, say
+    def __init__(
+        self, native: Lane, solve: Solve, say: Callable[[str], None], decided: Decided = lambda key, addresses: None
+    ) -> None:
+        self._native, self._solve, self._say, self._decided = native, solve, say, decided
         self._signatures: weakref.WeakKeyDictionary[object, _Signature] = weakref.WeakKeyDictionary()
         self._current: _Signature | None = None  # the one whose plan is in force
         self._log: _Log | None = None
@@ -108,15 +113,18 @@ class PoolWindows:
         self._last = self._total = Counts()
         self._ended = None
 
-    def begins(self, key: object, budget_nbytes: int) -> None:
+    def begins(self, key: object, budget_nbytes: int, planned: Addresses | None = None) -> None:
         """A step of a signature begins in this thread. `key`: an object that lives as long as the signature does.
-        `budget_nbytes`: what the arena, and all bytes of the process beside it, are kept within.
+        `budget_nbytes`: what the arena, and all bytes of the process beside it, are kept within. `planned`: the addresses that
+        its plan has. A signature that is new runs by them, where the budget has room.
         """
         if self._ended is not None:
             return
         self._judge()
         if self._log is not None and self._goes_on(self._log, key, budget_nbytes):
             return
+        if planned is not None and key not in self._signatures and planned.needed_nbytes <= budget_nbytes:
+            self._signatures[key] = _Signature(_Plan(self._native, planned))
         signature = self._signatures.setdefault(key, _Signature())
         if signature.plan is not None and not self._native.begin(signature.plan.number, self._arena_nbytes):
             self._give_up(signature, f"there is no memory for an arena of {format_nbytes(self._arena_nbytes)}")
@@ -181,7 +189,10 @@ class PoolWindows:
         if logged is not None:
             at_end, live_nbytes = log.ended
             step = LoggedStep.of(requests, len(at_end), live_nbytes + self._native.others_nbytes(), at_end)
-            self._planned(self._signatures[logged], step, budget_nbytes)
+            signature = self._signatures[logged]
+            self._planned(signature, step, budget_nbytes)
+            if signature.plan is not None:
+                self._decided(logged, signature.plan.addresses)
         return False
 
     def _planned(self, signature: _Signature, step: LoggedStep, budget_nbytes: int) -> None:

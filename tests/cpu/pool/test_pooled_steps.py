@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.native import counter, install
+from lightning_memopt.plan import wrong_addresses
 from lightning_memopt.report.table import pool_text
 from tests.cpu.lib.pooled import ROWS, F, arenas_nbytes, as_planned, batch, both, plain_step, trained, training
 
@@ -175,3 +177,46 @@ def test_a_tensor_is_aligned_as_the_ordinary_allocator_aligns_it() -> None:
             optimizer.step()
             optimizer.zero_grad()
             assert seen[0].data_ptr() % 64 == 0
+
+
+def test_a_plan_has_the_addresses_and_a_run_that_is_given_it_logs_no_step(tmp_path: Path) -> None:
+    lines: list[str] = []
+    with training(True) as (run, model, optimizer):
+        for i in range(8):
+            plain_step(model, optimizer, i)
+        run.session.pool.rests()
+        plan, pool = run.status().plan, run.status().pool
+        assert plan is not None and pool is not None and plan.addresses is not None and plan.addresses == pool.addresses
+        assert wrong_addresses(plan.addresses) == []
+        run.save_plan(str(tmp_path / "plan.json"))
+        expected = [t.clone() for t in model.state_dict().values()]
+    with training(True, plan=str(tmp_path / "plan.json")) as (run, model, optimizer):
+        run.session.say = lines.append
+        for i in range(8):
+            plain_step(model, optimizer, i)
+        run.session.pool.rests()
+        status = run.status().pool
+        assert status is not None and status.addresses == plan.addresses
+        assert status.steps >= 7 and status.last.fallen == 0 and status.last.served > 0
+        assert all(torch.equal(a, b) for a, b in zip(expected, model.state_dict().values(), strict=True))
+
+
+def test_addresses_that_the_budget_has_no_room_for_are_solved_again() -> None:
+    with training(True) as (run, model, optimizer):
+        for i in range(8):
+            plain_step(model, optimizer, i)
+        plan = run.status().plan
+        assert plan is not None and plan.addresses is not None
+        windows = run.session.pool._windows
+        key, other = object.__new__(Key), object.__new__(Key)
+        windows.rests()
+        windows.begins(key, plan.addresses.needed_nbytes - 1, plan.addresses)
+        windows.rests()
+        windows.begins(other, plan.addresses.needed_nbytes, plan.addresses)
+        windows.rests()
+        known = {k: s.plan is not None for k, s in windows._signatures.items() if k in (key, other)}
+        assert known == {key: False, other: True}
+
+
+class Key:
+    """Stands for the state of a signature."""
