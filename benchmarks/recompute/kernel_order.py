@@ -75,14 +75,19 @@ def table(rows: list[dict[str, Any]]) -> str:
     )  # fmt: skip
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for row in rows:
-        highest = {key: max(graph[key] for graph in row["graphs"]) for key in ("given_nbytes", "best_nbytes", "bound_nbytes")}
         theirs, ours = row["theirs"]["peak_nbytes"], row["ours"]["peak_nbytes"]
+        bits = "equal" if row["theirs"]["hash"] == row["ours"]["hash"] else "differ"
+        measured = f"{theirs / _KIB:,.1f}", f"{ours / _KIB:,.1f}", f"{100 * (1 - ours / theirs):.2f} %"
+        if not row["graphs"]:
+            lines.append(f"| {row['model']}, {row['batch']} | has convolutions | {' | '.join(measured)} | | | {bits} | |")
+            continue
+        highest = {key: max(graph[key] for graph in row["graphs"]) for key in ("given_nbytes", "best_nbytes", "bound_nbytes")}
         given = highest["given_nbytes"]
         cells = (
             f"{row['model']}, {row['batch']}", "+".join(str(graph["kernels"]) for graph in row["graphs"]),
-            f"{theirs / _KIB:,.1f}", f"{ours / _KIB:,.1f}", f"{100 * (1 - ours / theirs):.2f} %",
+            *measured,
             f"{100 * (1 - highest['best_nbytes'] / given):.2f} %", f"{100 * (1 - highest['bound_nbytes'] / given):.2f} %",
-            "equal" if row["theirs"]["hash"] == row["ours"]["hash"] else "differ",
+            bits,
             f"{sum(graph['seconds'] for graph in row['graphs']):.1f}",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")

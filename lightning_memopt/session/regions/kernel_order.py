@@ -10,6 +10,10 @@ from lightning_memopt.units import format_nbytes
 
 _SECONDS = 5.0
 """Of each graph. Most take some hundredths; forward and backward of a region are a graph each."""
+_QUICK_SECONDS = 0.5
+_WORTH = 0.001
+"""An order is executed if it saves more than this share of the peak. Where more could still be saved after the quick seconds,
+the search goes on."""
 
 
 class KernelOrder:
@@ -23,15 +27,18 @@ class KernelOrder:
         self.orders: list[Order] = []
 
     def __call__(self, kernels: Kernels) -> Sequence[int] | None:
-        """Another sequence where it needs fewer bytes at its peak; None where Inductor's own is as good."""
-        found = order(problem_of(kernels), self._seconds)
+        """Another sequence where it needs clearly fewer bytes at its peak; None where Inductor's own is about as good."""
+        problem = problem_of(kernels)
+        found = order(problem, min(_QUICK_SECONDS, self._seconds))
+        if found.gap > _WORTH:
+            found = order(problem, self._seconds)
         self.orders.append(found)
-        return found.sequence if found.peak_nbytes < found.given_nbytes else None
+        return found.sequence if found.peak_nbytes < (1 - _WORTH) * found.given_nbytes else None
 
     @property
     def said(self) -> str:
         """What came of it, for the report; empty where Inductor's order was never the worse one."""
-        better = [found for found in self.orders if found.peak_nbytes < found.given_nbytes]
+        better = [found for found in self.orders if found.peak_nbytes < (1 - _WORTH) * found.given_nbytes]
         if not better:
             return ""
         most = max(found.given_nbytes - found.peak_nbytes for found in better)

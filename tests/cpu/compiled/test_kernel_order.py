@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.compile_fx  # what has been imported may compile
 from torch import Tensor, nn
 from torch._inductor import config
 
 from lightning_memopt.compiled import Kernels, asked_to_order, kernels
+from lightning_memopt.session.regions import kernel_order
 from lightning_memopt.session.regions.kernel_order import KernelOrder, problem_of
-from lightning_memopt.solvers.ordering import faults
+from lightning_memopt.solvers.ordering import Order, Problem, faults
 from lightning_memopt.torch_private import estimated_peak
 from lightning_memopt.trace import metered_cpu
 from tests.cpu.compiled.training import Residual, counted, train
@@ -195,3 +197,27 @@ def test_a_session_asks_for_the_order_of_what_is_compiled(monkeypatch: pytest.Mo
 
     train(made, "min", steps=4)
     assert len(asked) >= 2
+
+
+@pytest.mark.parametrize("gap", [0.0005, 0.01])
+def test_the_search_goes_on_where_much_could_be_saved(gap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def order(problem: Problem, seconds: float) -> Order:
+        given.append(seconds)
+        return Order((0,), 10_000, round(10_000 / (1 + gap)), 10_000, 10_000, "the given order", seconds)
+
+    monkeypatch.setattr(kernel_order, "order", order)
+    assert KernelOrder(3.0)(Kernels(((),), (), (), (), frozenset())) is None
+    assert given == ([0.5] if gap < 0.001 else [0.5, 3.0])
+
+
+def test_code_with_convolutions_keeps_its_order() -> None:
+    """What these take for themselves is in no estimate."""
+    asked: list[Kernels] = []
+    weight = torch.randn(4, 3, 3, 3, requires_grad=True)
+    with asked_to_order(lambda of_nodes: asked.append(of_nodes)):
+        torch.compile(lambda x: nn.functional.conv2d(x, weight).relu().sum())(torch.randn(2, 3, 8, 8)).backward()
+        assert not asked
+        torch.compile(branches)(*branched())
+    assert len(asked) == 1
