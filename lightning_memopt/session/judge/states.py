@@ -132,7 +132,8 @@ class Running:
     def lend(self, more_nbytes: int = 0) -> Running:
         """The state of a batch that borrows this plan. `more_nbytes`: bytes more that a larger batch is expected to need."""
         past = Past(replanned=self.past.replanned, early_known=self.past.early_known)
-        return Running(beside(self.plan, more_nbytes), self.program.graph, self.frontier, past, lender=self)
+        plan = self.plan if self.plan.addresses is None else replace(self.plan, addresses=None)  # it makes other requests
+        return Running(beside(plan, more_nbytes), self.program.graph, self.frontier, past, lender=self)
 
     def has_room(self, times_larger: float) -> bool:
         """Whether a batch that is `times_larger` as large may borrow this plan: it is no larger, or its step fits the budget
