@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -93,15 +92,13 @@ class Session:
         self._metering, self._slowed = Metering(), False  # slowed: the last step was observed, or measured by a profiler
         self.foresight, self.silence = Foresight(self.optimizers), Silence(config.profile_steps)
         self._offloading = self._parts.add(Offloading(self.device, config))
-        plan = None if self.given is None else self.given[0]
-        self._compiled = self._parts.add(
-            CompiledRegions(model, config, self.budget_nbytes, self.enabled, self._agreement, plan)
-        )
-        self.pool, blocks = Pooling(config, self.device, self.say), CompiledBlocks(config, self.say)
+        regions = () if self.given is None else self.given[0].regions
+        self._compiled = CompiledRegions(model, config, self.budget_nbytes, self.enabled, self._agreement, regions)
+        self._parts.add(self._compiled)
+        blocks = self._parts.add(CompiledBlocks(config, self.say))
+        self.pool = Pooling(config, self.device, self.say)
         if config.pool is not None:
             self._parts.add(self.pool)
-        if config.compile:
-            self._parts.add(blocks)
         self._neighbours = self._parts.add(Neighbours(self.device, self.budget_nbytes))
         self._early: EarlyUpdating | None = None
         self._attachment: Attachment | None = None
@@ -167,9 +164,8 @@ class Session:
         self._metering.span_begins(optimizer)
 
     def update_begins(self, optimizer: torch.optim.Optimizer, closure: bool = False) -> None:
-        """An optimizer's update is about to run. `closure`: it runs forward and backward inside of it.
-
-        Raises InfeasibleError where the first step shows that no plan will fit.
+        """An optimizer's update is about to run. `closure`: it runs forward and backward inside of it. Raises InfeasibleError
+        where the first step shows that no plan will fit.
         """
         self.rounds.shut()
         observation, own = self._observed_step.now, self._ends.owns(optimizer)
@@ -487,17 +483,14 @@ class Session:
             return
         graph = self.foresight.complete(graph, self.device, early=self._early is not None)
         cache, regions, limit = self._plan_cache, self._compiled, self._limit_nbytes
-        machine = machine_of(self.device, resident_tensors(self.model, self.optimizers, ()))
-        if self._early is not None and graph.updates and self._agreement.alone:  # ranks update the same parameters early
-            machine = replace(machine, update_seconds=self._early.seconds(self.device))
-        again = regions.compiled_again(graph, limit, self.say, machine)
+        chooses = self._early is not None and graph.updates and self._agreement.alone  # ranks update the same parameters early
+        seconds = self._early.seconds(self.device) if self._early is not None and chooses else 0.0
+        machine = machine_of(self.device, resident_tensors(self.model, self.optimizers, ()), seconds)
+        if regions.compiled_again(graph, limit, self.say, machine):
+            self._become(state, cache.afresh(state, regions.changed))
+            return
         solve = partial(self._agreement.solved, limit_nbytes=limit, offloading=self._offloading, say=self.say, machine=machine)
-        self._become(
-            state,
-            cache.afresh(state, regions.changed)
-            if again
-            else cache.observed(state, graph, self.say, lambda step: regions.in_plans(solve(step))),
-        )
+        self._become(state, cache.observed(state, graph, self.say, lambda step: regions.in_plans(solve(step))))
 
     def _become(self, old: State, new: State) -> None:
         if new is not old:

@@ -15,16 +15,16 @@ from lightning_memopt.plan.allocator import Beginning, Settings
 from lightning_memopt.session.observe.resident import Named
 
 
-def machine_of(device: torch.device, tensors: Iterable[Named] | None = None) -> Machine:
+def machine_of(device: torch.device, tensors: Iterable[Named] | None = None, update_seconds: float = 0.0) -> Machine:
     """The machine as it is now. `tensors`: those of the step that is over, by which blocks of the allocator are known; None: a
-    step runs, in which what is reserved says little about the steps that come.
+    step runs, in which what is reserved says little about the steps that come. `update_seconds`: see `Machine`.
     """
     backend = backend_of(device)
     said = backend.allocator_settings()
-    machine = Machine() if said is None else Machine(allocator=Settings.of_allocator(said))
+    allocator = Settings.from_environment() if said is None else Settings.of_allocator(said)
     segments = None if tensors is None else backend.segments()
     if tensors is None or segments is None:
-        return machine
+        return Machine(allocator=allocator, update_seconds=update_seconds)
     strided = ((t, kind) for t, kind, _ in tensors if is_on(device, t.device) and t.layout is torch.strided)
     kinds = {t.untyped_storage().data_ptr(): kind for t, kind in strided}
-    return Machine(allocator=machine.allocator, beginning=Beginning(segments, kinds))
+    return Machine(allocator=allocator, beginning=Beginning(segments, kinds), update_seconds=update_seconds)

@@ -26,11 +26,11 @@ from torch import nn
 from lightning_memopt.compiled import Region, Regions, asked_to_order, compiles
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import Machine, Plan, RegionPlan, regions_text
+from lightning_memopt.plan import Machine, RegionPlan, regions_text
 from lightning_memopt.record import compiled_modules
 from lightning_memopt.record.gathered import units_of
-from lightning_memopt.session.decide.solving import Solved
 from lightning_memopt.session.decide.foresight import unmodified_peak
+from lightning_memopt.session.decide.solving import Solved
 from lightning_memopt.session.measure.peak_meter import in_compiled_code
 from lightning_memopt.session.parts import Part
 from lightning_memopt.session.regions import shared_regions
@@ -93,15 +93,15 @@ class CompiledRegions(Part):
         budget_nbytes: int | None,
         enabled: bool,
         meetings: Meetings,
-        given: Plan | None = None,
+        given: tuple[RegionPlan, ...] = (),
     ) -> None:
-        """`given`: a plan that the user gave. Its regions are compiled as it says."""
+        """`given`: the regions of a plan that the user gave. They are compiled as it says."""
         sharded = not meetings.alone and bool(units_of(model))
         self._enabled, self._meetings = enabled and config.recompute and not sharded, meetings
         self._model = weakref.ref(model)
         self._begun = False
         self._seconds = config.solver_seconds
-        self._remembered = Remembered(budget_nbytes, config, meetings.alone, () if given is None else given.regions)
+        self._remembered = Remembered(budget_nbytes, config, meetings.alone, given)
         self._regions = Regions(self._remembered.recall)
         self._order = KernelOrder()
         self._stages: dict[int, Stage] = {}
