@@ -4,15 +4,14 @@ NOTE [Rules of rebuilding]. Dropped bytes are rebuilt by running recorded ops a 
 same; comments cite them by number. `record` keeps R1 to R4, R9 and R10, `runtime` the others. Their tests are those of the
 hazards A to E and M.
 
-R1.  An op runs again only where it is known to give the same bits from the same inputs: by its tags and schema, or by the
-     table in rules.py, to which users add (`register_op`), and by `device.determinism`. A random op runs again under the
+R1.  An op runs again only where it is known to give the same bits from the same inputs: its tags and schema say so, or
+     the table in rules.py, to which users add (`register_op`), and `device.determinism`. A random op runs again from the
      generator state recorded with it.
-R2.  An op that writes in place makes a new version of its storage. A rebuild runs the versions in their order, on memory of
-     its own.
+R2.  An op that writes in place makes a new version of its storage. A rebuild makes the versions in their order, in new memory.
 R3.  An op with a side effect that its schema does not show (the running statistics of batch norm) runs again in a form
      without it.
 R4.  Bytes are never dropped unless the recorder saw how they were made. It does not see bytes from before the forward, bytes
-     that a compiled region, an extension or another thread makes, and changes of memory whose address was taken. The result of
+     that a compiled region, an extension or another thread makes, or changes of memory whose address was taken. The result of
      `empty` has no content until an op overwrites all of it.
 R5.  The tensors from which a rebuild starts are held, counted by the planner, and checked before they are read, because hooks
      switch autograd's own check off. Where one was changed, autograd's error is raised. Before a recorded op changes one, it is
@@ -20,15 +19,15 @@ R5.  The tensors from which a rebuild starts are held, counted by the planner, a
 R6.  Rebuilds run below Autograd and Autocast, without dispatch modes and hooks, under the grad mode and the numeric settings
      of the forward, in the order of the ops and without recursion.
 R7.  A tensor that the user still holds, unchanged, is used instead of a rebuild. Rebuilt bytes that backward has overwritten
-     are rebuilt once more. There are no reference cycles: the memory of a graph is free as soon as nobody holds the graph.
+     are rebuilt once more. There are no reference cycles: memory is freed as soon as nobody refers to the autograd graph.
 R8.  Rebuilds are checked. In the first observed step, each is compared with the tensor that was kept, and an op that gave
-     other bits never runs again. In the first planned step, and after evictions, checksums are compared, and other bits are an
-     error.
+     other bits never runs again. In the first planned step, and after evictions, checksums are compared, and a difference is
+     an error.
 R9.  Code that the user compiled stays compiled. The user's checkpointing, saved-tensor hooks and modes are left alone, and
      bytes that they make fall under R4.
 R10. Collectives never run again, and parameters are never copied.
-R11. Each forward has one lock. Autograd may ask on any thread and on any stream. A stream that reads bytes which another stream
-     made waits for it.
+R11. Each forward has one lock, because autograd may ask on any thread and on any stream. A stream that reads bytes waits for
+     the stream that made them.
 """
 
 from lightning_memopt.record.backwards import before_backwards

@@ -1,6 +1,6 @@
-"""The arguments of an op: the storage versions that it reads, and what the tape keeps of them. And its new results.
+"""Find the storage versions that an op reads, what the tape keeps of its arguments, and its results on new storages.
 
-The native engine answers where all tensors are ordinary, known and unchanged. Python is the reference.
+The native engine does this where all tensors are ordinary, known and unchanged. The Python code here is the reference.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from lightning_memopt.record.tensors import is_plain, tensors_in
 from lightning_memopt.torch_private import storage_id
 
 _FOREIGN = None
-"""What the tape keeps of a tensor that is not ordinary: its op never runs again."""
+"""What the tape keeps instead of a tensor that is not ordinary. The op that reads it never runs again."""
 
 
 class Source(Protocol):
-    """The recorder, as far as it is needed here.
+    """The part of the recorder that is used here.
 
     meets: called before an op reads a version.
     of_storage: address of a storage -> its version.
@@ -34,10 +34,10 @@ class Source(Protocol):
 
 
 def captured(values: tuple, source: Source, reads: list[StorageVersion], foreign: list[torch.Tensor]) -> tuple:
-    """The arguments as a tape keeps them: a `View` in place of an ordinary tensor.
+    """The arguments as a tape keeps them: a `View` instead of each ordinary tensor.
 
-    reads: gets the versions that ordinary tensors are on.
-    foreign: gets the tensors that are not ordinary.
+    reads: the versions of the ordinary tensors are appended to it.
+    foreign: the tensors that are not ordinary are appended to it.
     """
     native = source.tape.native
     if native is not None and source.meets is None:
@@ -66,7 +66,7 @@ def _captured(values: Iterable[Any], source: Source, reads: list[StorageVersion]
 
 
 def read(values: tuple, source: Source, reads: list[StorageVersion]) -> None:
-    """`captured`, where no tape keeps the arguments."""
+    """Like `captured`, for an op whose arguments no tape keeps."""
     native = source.tape.native
     if native is None or source.meets is not None or native.captured(values, source.of_storage, False, reads) is None:
         _read(values, source, reads)
@@ -84,7 +84,7 @@ def _read(values: Iterable[Any], source: Source, reads: list[StorageVersion]) ->
 def fresh(out: Any, source: Source) -> list[tuple[int, torch.Tensor]]:
     """(position among the tensors of the result, tensor) of each ordinary tensor that is on a new storage.
 
-    Two of them may be on the same one.
+    Two of the tensors may be on the same storage.
     """
     native = source.tape.native
     if native is not None:

@@ -1,8 +1,8 @@
-"""Learn that a backward is about to run, before autograd takes note of the modes and hooks that are on: it restores them when
-the backward ends.
+"""Tell listeners that a backward is about to run, before autograd saves which modes and hooks are on. (It restores them when
+the backward ends.)
 
-`Tensor.backward`, `torch.autograd.backward` and `torch.autograd.grad` end in one function of torch, which is a seam here. A
-backward that other C++ code begins is not seen.
+`Tensor.backward`, `torch.autograd.backward` and `torch.autograd.grad` all call one function of torch, which is wrapped here.
+A backward that other C++ code begins is not seen.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _seams: Seams[Told] = Seams(lambda: [(torch.autograd, "_engine_run_backward", _r
 
 
 def before_backwards(told: Told) -> contextlib.AbstractContextManager[None]:
-    """Within, call `told(goes_on)` before a backward runs in any thread. `goes_on`: it is `torch.autograd.grad(...,
+    """Within, call `told(goes_on)` before a backward runs in any thread. `goes_on` is true for `torch.autograd.grad(...,
     create_graph=True)`, whose gradients are part of the forward (a gradient penalty, forces, the inner steps of MAML).
     """
     return _seams.listening(told)

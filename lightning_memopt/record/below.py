@@ -28,16 +28,16 @@ _ABOVE = (
 
 @contextlib.contextmanager
 def below_autograd() -> Iterator[None]:
-    """No modes, no autograd, no autocast, no functorch, no saved-tensor hooks (they live above autograd).
+    """Within, there are no modes, no autograd, no autocast, no functorch and no saved-tensor hooks (they live above autograd).
 
-    Calls run in it under their own grad mode; that of the caller is put back.
+    Recorded calls run under the grad mode recorded with them. Afterwards the caller's grad mode is restored.
     """
     grad = torch.is_grad_enabled()
     with no_dispatch_modes(), below_autograd_keys(), excluding_keys(_ABOVE):
         try:
             with without_functorch() if in_transform() else contextlib.nullcontext():
                 yield
-        except GeneratorExit:  # a signal came right behind the entry: the caller, and its mode, were left before this
+        except GeneratorExit:  # a signal came right after the entry: the caller has already been left, and its mode restored
             grad = torch.is_grad_enabled()
             raise
         finally:

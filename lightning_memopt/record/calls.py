@@ -1,18 +1,17 @@
-"""Learn of calls of modules by a seam that neither compiled code nor a copy of a module reads.
+"""Tell listeners of calls of modules, by a seam that neither compiled code nor a copy of a module reads.
 
-Hooks that are registered for all modules change the guards of dynamo: it would compile every compiled region of the model again
-in each step, and give up after a few. The recomputation of such a region in a checkpoint, which runs without our hooks, would
-be another graph. The seam is `_compiled_call_impl`, which `nn.Module.__call__` runs where it is not None: only eager calls read
-it.
+Global module hooks would not do: they change the guards of dynamo, which would compile every compiled region of the model
+again in each step, and give up after a few. And a checkpoint would recompute such a region without our hooks, as another graph.
+The seam is `_compiled_call_impl` instead. `nn.Module.__call__` runs it where it is not None, and only eager calls read it.
 
-The modules themselves stay as they are. Some classes copy `module.__dict__` in a way of their own (`nn.RNNBase.__getstate__`,
-parametrized modules, `__dict__.copy()` of replicas), and with an attribute of ours a copy would run the original. So the
-attribute is on the class, and looks up in a table whether this very module has a substitute for its call.
+The modules themselves are not changed. Some classes copy `module.__dict__` in their own way (`nn.RNNBase.__getstate__`,
+parametrized modules, `__dict__.copy()` of replicas). If we set an attribute on a module, its copy would run the original
+module. So the attribute is on the class, and looks up in a table whether this very module has a substitute for its call.
 
-`torch.compile(module)` returns a wrapper. Of a module of torch.nn itself it compiles the whole call, and in compiled code no
-seam is read. So a call of the wrapper counts as a call of the module that it wraps.
+`torch.compile(module)` returns a wrapper. For a module of torch.nn itself it compiles the whole call, and compiled code does
+not read the seam. So a call of the wrapper counts as a call of the module that it wraps.
 
-Entries are watched for as long as a run lasts, beneath all else: who listens to a module for one forward hears of it as before.
+`beneath_calls` lasts as long as a run. Listeners that come for one forward wrap its calls, and notice no difference.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class _Watched(NamedTuple):
     """A module whose calls are seen.
 
     call: what a call of it runs.
-    instead: as `instead_of_calls`; None where only calls of the module itself are seen.
+    instead: the function given to `instead_of_calls`; None where only calls of the module itself are seen.
     """
 
     module: nn.Module
@@ -59,23 +58,23 @@ _lock = threading.RLock()
 _watched: dict[int, _Watched] = {}
 """Identity of a module -> the module."""
 _entries: dict[int, _Entry] = {}
-"""Identity of a module whose calls are seen by `beneath_calls` -> what a call of it runs. The module may go away meanwhile."""
+"""Identity of a module whose calls are seen by `beneath_calls` -> what a call of it runs. The module may be freed meanwhile."""
 _seams: dict[type[nn.Module], bool] = {}
 """The classes with a seam, and whether they had an attribute of that name before (only `nn.Module` itself has)."""
 _often: Counter[type[nn.Module]] = Counter()
-"""How often a seam was put on a class since the first of the runs that are open now began."""
+"""Class -> how often a seam was put on it since the first of the runs that are open now began."""
 _CHANGES = 16
-"""A seam that was put on a class so often stays until no run is open (seams.py)."""
+"""A seam that was put on a class this many times stays there until no run is open (seams.py)."""
 
 
 @uncompiled
 def _entry_of(module: nn.Module) -> _Entry | None:
     entry = _entries.get(id(module))
-    return entry if entry is not None and entry.weak() is module else None  # else one that is gone had this identity
+    return entry if entry is not None and entry.weak() is module else None  # else a module that was freed had this identity
 
 
 class _Seam:
-    """Stands on a class in place of `_compiled_call_impl`; an instance's own attribute (`module.compile()`) stays in force."""
+    """The `_compiled_call_impl` of a class with a seam. An instance's own attribute (`module.compile()`) stays in force."""
 
     @uncompiled
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
@@ -100,7 +99,7 @@ class _Seam:
 
 
 class _SeamOfWrappers(_Seam):
-    """Stands on the class of what `torch.compile(module)` returns."""
+    """The seam on the class of the wrappers that `torch.compile(module)` returns."""
 
     @uncompiled
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
@@ -123,7 +122,7 @@ def unwatched_call(module: nn.Module) -> Callable[..., Any]:
 
 @uncompiled
 def _beneath(module: nn.Module) -> Callable[..., Any]:
-    """The function that a call of the module runs for those who listen to the module for one forward."""
+    """The function that a call of the module runs for listeners that come for one forward."""
     entry = _entry_of(module) if _entries else None
     return unwatched_call(module) if entry is None else partial(_entered, module, entry)
 
@@ -146,7 +145,7 @@ def _watch(watched: _Watched) -> None:
 
 
 def _sweep(left: Iterable[type[nn.Module]]) -> None:
-    """Take the seams off the classes of modules that were listened to, where nobody listens to another of their modules."""
+    """Take the seams off those of the classes of which no module has a listener any more."""
     with _lock:
         idle = {base for cls in left for base in cls.__mro__ if base in _seams}
         if are_kept():
@@ -252,10 +251,10 @@ def _entered(module: nn.Module, entry: _Entry, *args: Any, **kwargs: Any) -> Any
 
 
 def instead_of_calls(module: nn.Module, call: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-    """Within, run `call(original, *args, **kwargs)` in place of every call of the module, compiled or not.
+    """Within, run `call(original, *args, **kwargs)` instead of every call of the module, compiled or not.
 
-    original: the function that the call would have run. Where `torch.compile(module)` is called, it is that of the wrapper; in
-        it, the module itself may be called once more.
+    original: the function that the call would have run. Where `torch.compile(module)` is called, it is the wrapper's function,
+        which may call the module itself once more.
     """
     return _watching([_Watched(module, partial(_instead, module, call), call)])
 
@@ -263,7 +262,7 @@ def instead_of_calls(module: nn.Module, call: Callable[..., Any]) -> contextlib.
 def around_calls(modules: Iterable[nn.Module], before: Told, after: Told) -> contextlib.AbstractContextManager[None]:
     """Within, call `before(module)` and `after(module)` around every call of one of `modules`; `after` also if the call raises.
 
-    Modules that are compiled, or that somebody listens to already, are left alone.
+    Modules that are compiled, or that have a listener already, are left alone.
     """
     eager = (m for m in modules if m.__dict__.get(CALL) is None)
     return _watching(_Watched(m, partial(_call, m, before, after), None) for m in eager)
@@ -285,11 +284,11 @@ def _leave_entries(call: Callable[..., Any]) -> None:
 
 @contextlib.contextmanager
 def beneath_calls(modules: dict[str, nn.Module], call: Callable[..., Any]) -> Iterator[None]:
-    """Within, run `call(original, module, name, *args, **kwargs)` in place of every call of one of `modules`, by name, beneath
-    those who listen to the module by the other functions: they may come and go meanwhile.
+    """Within, run `call(original, module, name, *args, **kwargs)` instead of every call of one of `modules` (name -> module).
+    Listeners of the other functions wrap this call, and may come and go meanwhile.
 
     original: as for `instead_of_calls`.
-    modules: emptied, because no module is kept. Those whose calls another caller sees in this way are left alone.
+    modules: emptied, because no module is kept alive. Modules that another caller of this function watches are left alone.
     """
     try:
         while modules:

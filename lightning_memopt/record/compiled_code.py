@@ -1,8 +1,8 @@
-"""Learn of runs of the code that a compiler generated: a region's forward, or its backward.
+"""Tell listeners when code that a compiler generated runs: a region's forward, or its backward.
 
-Most of Inductor's code is no op at all. The rest, and code of other backends, calls ops on buffers of its own. These come and
-go unseen. A recorder that saw these ops would hold the buffers, and the step would take more memory than without it.
-So they are hidden from the recorder.
+Most of Inductor's code calls no ops. The rest, and code of other backends, calls ops on buffers that it allocates and frees
+itself. A recorder that saw these ops would hold the buffers, and the step would take more memory than without a recorder.
+So these ops are hidden from the recorder.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Listener = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 _LISTENERS: Seams[Listener] = Seams(tuple, stays=True)
-"""Who is told: by code that was compiled to tell (`telling`), and by Inductor's, whose calls are a seam."""
+"""The listeners. Code wrapped by `telling` tells them, and so does a wrapper around each call of Inductor's code."""
 
 
 def told_of_compiled(listener: Listener) -> list[Listening]:
-    """What listens in order that `listener` is told of generated code. What Inductor compiles first meanwhile is not seen
-    before the next time.
+    """The (seams, listener) pairs to enter so that `listener` is told of generated code. If Inductor first compiles something
+    while they are entered, its runs are seen from the next time on.
     """
     told: list[Listening] = [(_LISTENERS, listener)]
     if INDUCTOR_CODE in sys.modules:  # else nothing was generated yet in this process, and importing it takes seconds
@@ -44,7 +44,7 @@ def around_compiled(listener: Listener) -> Iterator[None]:
 
 
 def telling(code: Callable[..., Any]) -> Callable[..., Any]:
-    """Code that tells the listeners when it runs."""
+    """Wrap generated code so that it tells the listeners when it runs."""
 
     @uncompiled
     def run(*args: Any) -> Any:

@@ -11,7 +11,7 @@ from lightning_memopt.torch_private import OpOverload
 
 
 def may_run_again(func: OpOverload, device_type: str) -> bool:
-    """R1 on this type of device: the op is not opaque, and the device gives the same bits again."""
+    """Whether R1 lets the op run again on this type of device: it is not opaque, and the device gives the same bits again."""
     if rule_of(func).handling not in ("pure", "random", "empty"):
         return False
     name = _dependent(func)
@@ -20,11 +20,13 @@ def may_run_again(func: OpOverload, device_type: str) -> bool:
 
 @cache
 def _dependent(func: OpOverload) -> str | None:
-    """The name of an op whose bits depend on the device; None for others."""
+    """The name of the op if its bits depend on the device, else None."""
     name = func._schema.name.partition("::")[2]
     return name if name in DEPENDENT else None
 
 
 def rules_in_force() -> tuple[Any, ...]:
-    """Changes whenever a rule does, or a setting that says which ops may run again: conclusions from older ones are void."""
+    """A value that changes with every rule and every setting that decides which ops may run again. Earlier decisions are then
+    void.
+    """
     return rules_generation(), raises_where_it_varies(), cudnn_tunes()

@@ -1,15 +1,15 @@
-"""Notice what user code does below or beside the dispatcher while a forward is recorded (rules R4 and R9).
+"""Notice what user code does without the dispatcher while a forward is recorded (rules R4 and R9).
 
 Raw memory: numpy, ctypes and dlpack can write where no dispatch mode sees it. While a recorder is active, every method that
 hands out the memory of a `torch.Tensor` or of its storage tells the recorder first.
 
-Sizes of storages: a storage that is resized loses its content, and torch tells no dispatch mode.
+Sizes of storages: a storage that is resized loses its content, and no dispatch mode sees it.
 
 Settings that change bits: rebuilds run under the settings that the forward began with. Ops that run under other settings do
 not run again.
 
-Saved-tensor hooks: `torch.func` and others forbid them, and torch raises an error where any are entered. It raises none
-because of our own hooks.
+Saved-tensor hooks: where `torch.func` and others forbid them, torch raises an error if any are entered. Our own hooks are
+exempt from this check.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Watcher = Callable[[torch.Tensor, bool], None]
 Resize = Callable[[torch.Tensor], None]
 Hook = Callable[[torch.Tensor], object]
 _silenced = threading.local()
-"""`on`: this thread tells no listener about raw memory and sizes now."""
+"""`on`: whether listeners hear nothing about raw memory and sizes from this thread now."""
 
 
 class _Listener(NamedTuple):
-    """Who listens during one forward.
+    """What one forward listens with.
 
-    exposes: called with a tensor whose memory is about to be handed out, and whether it is handed out as a mere address.
+    exposes: called with a tensor whose memory is about to be handed out, and whether only its address is handed out.
     sets: called after a setting was set.
     hook: the pack hook of the forward.
     """
@@ -48,7 +48,9 @@ class _Listener(NamedTuple):
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """Within, this thread tells nobody about raw memory and sizes: the package reads it, or nobody else knows it yet."""
+    """Within, no listener hears about raw memory and sizes from this thread: the package itself reads the memory, or nobody
+    else knows it yet.
+    """
     before = getattr(_silenced, "on", False)
     _silenced.on = True
     try:
@@ -59,7 +61,7 @@ def unwatched() -> Iterator[None]:
 
 def _tell(t: torch.Tensor, address: bool) -> None:
     if not getattr(_silenced, "on", False):
-        _silenced.on = True  # the listeners may take raw memory themselves
+        _silenced.on = True  # the listeners themselves may take raw memory
         try:
             for listener in tuple(_forward_seams.listeners):
                 listener.exposes(t, address)
@@ -153,11 +155,11 @@ def watching(watcher: Watcher, listener: Callable[[], None], hook: Hook) -> List
     somebody set one of the settings that change bits.
 
     `address` is true where only the memory's address is taken, false where an array or a capsule is. Saved-tensor hooks may be
-    forbidden while `hook`, the pack hook of the caller, is the innermost.
+    forbidden while the innermost hook is `hook`, the pack hook of the caller.
     """
     return _forward_seams, _Listener(watcher, listener, hook)
 
 
 def watching_sizes(before: Resize, after: Resize) -> Listening:
-    """While this listens, `before(t)` and `after(t)` are called around each resize of a storage, with a tensor `t` on it."""
+    """While this listens, `before(t)` and `after(t)` are called around each resize of a storage. `t` is a tensor on it."""
     return _size_seams, (before, after)

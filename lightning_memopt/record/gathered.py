@@ -1,14 +1,14 @@
-"""Learn when the weights of sharded modules (FSDP2) come into memory and go, and see nothing of how that happens.
+"""Tell listeners when the weights of sharded modules (FSDP2) come into memory and go, and hide the ops that move them.
 
 `fully_shard` splits each weight over processes. A *unit*, a group of modules whose weights travel together, gathers them before
 its forward and again before its backward, and lets go of them afterwards. The memory of a gathered weight is one storage, whose
 size changes; its version counter does not.
 
 The hooks in which weights are gathered, let go of, and gradients are reduced are hidden from the recorder. Otherwise the copy
-into a weight would be an op that writes it, and a rebuild could start from the buffer of a collective. A rebuild reads a weight
-as memory that no op of the step made, and only while it is there. No collective is ever run again.
+into a weight would be an op that writes it, and a rebuild could start from the buffer of a collective. To a rebuild, a weight
+is memory that no op of the step made, and that it may read only while the weight is gathered. No collective ever runs again.
 
-While somebody listens, a hook that ran a collective also waits until gloo has let go of its buffers (`settling.py`).
+While there is a listener, a hook that ran a collective also waits until gloo has let go of its buffers (`settling.py`).
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from torch import nn
 from lightning_memopt.device.places import on_host
 from lightning_memopt.record.exposure import unwatched
 from lightning_memopt.record.modes import Outside
-from lightning_memopt.record.seams import Place, Seams
+from lightning_memopt.record.seams import Patch, Seams
 from lightning_memopt.record.settling import find_threads, settle
 from lightning_memopt.record.uncompiled import uncompiled
 from lightning_memopt.torch_private import COLLECTIVE_HOOKS, UNIT_HOOKS, fsdp_units, unit_class, unsharded_parameter
 
 Event = Literal["hook", "entered", "left"]
-"""A hook of a unit runs; its forward begins, with its weights in memory; its forward is over, with its weights still there."""
+"""A hook of the unit runs; its forward has begun; its forward is over. At the latter two its weights are in memory."""
 Listener = Callable[[Any, Event], contextlib.AbstractContextManager[None]]
-"""`listener(unit, event)` is a context around the hook. Around "entered" and "left" it is empty: it is entered and left."""
+"""`listener(unit, event)` is a context around the hook. For "entered" and "left" nothing runs inside the context."""
 
 
 def units_of(model: nn.Module) -> list[Any]:
-    """The units of a model whose modules are sharded by FSDP2, each once; empty where there are none."""
+    """The units of a model whose modules are sharded by FSDP2, each once."""
     return list({id(unit): unit for module in model.modules() for unit in fsdp_units(module)}.values())
 
 
 def weights_of(unit: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, weight) of the weights of a unit that were gathered before. They have their bytes where their storage has any."""
+    """(name, weight) of the weights of a unit that were gathered before. A weight is in memory where its storage has bytes."""
     for i, p in enumerate(unit.fsdp_params):
         weight = unsharded_parameter(p)
         if weight is not None:
@@ -55,7 +55,7 @@ def is_there(weight: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def unseen_by(recorder: Outside) -> Iterator[None]:
-    """Within, the recorder sees no op of this thread, and nobody is told of raw memory and of sizes."""
+    """Within, the recorder sees no op of this thread, and no listener hears of raw memory and of sizes."""
     with recorder.aside(), unwatched():
         yield
 
@@ -99,7 +99,7 @@ def _leaving(original: Any) -> Any:
     return method
 
 
-def _places() -> Iterator[Place]:
+def _patches() -> Iterator[Patch]:
     cls = unit_class()
     for name in UNIT_HOOKS:
         yield cls, name, partial(_hiding, name in COLLECTIVE_HOOKS)
@@ -107,7 +107,7 @@ def _places() -> Iterator[Place]:
     yield cls, "post_forward", _leaving
 
 
-_seams: Seams[Listener] = Seams(_places)
+_seams: Seams[Listener] = Seams(_patches)
 
 
 def _no_listener(unit: Any, event: Event) -> contextlib.AbstractContextManager[None]:
@@ -115,11 +115,11 @@ def _no_listener(unit: Any, event: Event) -> contextlib.AbstractContextManager[N
 
 
 def settling() -> contextlib.AbstractContextManager[None]:
-    """Within, the buffers of collectives are gone when a hook is over. Enter it when the groups of all units exist."""
+    """Within, the buffers of collectives are freed when a hook returns. Enter it when the groups of all units exist."""
     find_threads()
     return _seams.listening(_no_listener)
 
 
 def around_units(listener: Listener) -> contextlib.AbstractContextManager[None]:
-    """Within, tell `listener` of the units of sharded modules. Torch is as before when the last caller has left."""
+    """Within, tell `listener` of the units of sharded modules. The last caller that leaves restores torch's own functions."""
     return _seams.listening(listener)

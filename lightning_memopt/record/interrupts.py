@@ -28,7 +28,7 @@ def raise_deferred() -> None:
 class _Hook:
     """The value of `sys.unraisablehook` while a session is open.
 
-    previous: the value before.
+    previous: the hook that was there before.
     """
 
     def __init__(self, previous: Callable[[Any], Any]) -> None:
@@ -38,7 +38,7 @@ class _Hook:
         error = unraisable.exc_value
         source = getattr(unraisable.object, "func", unraisable.object)  # a callback may be a partial
         if _open and error is not None and (getattr(source, "__module__", None) or "").startswith("lightning_memopt"):
-            DEFERRED.append(error.with_traceback(None))  # a traceback would keep the frames it came through alive
+            DEFERRED.append(error.with_traceback(None))  # a traceback would keep its frames alive
         else:
             self.previous(unraisable)
 
@@ -51,7 +51,9 @@ def watch(session: object) -> None:
 
 
 def unwatch(session: object) -> None:
-    """The session is closed. The last session puts the hook back, unless other code has replaced it. May be repeated."""
+    """Called when the session is closed. The last session restores the hook, unless other code has replaced it. May be
+    repeated.
+    """
     _open.discard(session)
     if not _open and isinstance(sys.unraisablehook, _Hook):
         sys.unraisablehook = sys.unraisablehook.previous

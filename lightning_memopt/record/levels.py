@@ -1,10 +1,10 @@
 """Levels of differentiation that code of the forward opens: functorch's transforms, and forward-mode AD.
 
-Under a transform of `torch.func` nothing is pushed or popped: the transform's ops arrive below it, on plain tensors, and are
-recorded as such. Tensors that autograd saves on a level belong to the transform, and stay as they are.
+Under a transform of `torch.func` the recorder stays on: the transform's ops arrive below the transform, on plain tensors, and
+are recorded as such. Tensors that autograd saves on a level belong to the transform, and stay as they are.
 
-On a level of `torch.autograd.forward_ad` the recorder is not entered at all: under any dispatch mode torch uses other, out of
-place, formulas for tangents, whose gradients differ in their last bits.
+On a level of `torch.autograd.forward_ad` the recorder is off: under any dispatch mode torch uses other, out-of-place formulas
+for tangents, whose gradients differ in their last bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Told = Callable[[], None]
 
 
 class _Listener(NamedTuple):
-    """Who listens to the levels of one thread.
+    """The listener to the levels of one thread.
 
     begins: called before the outermost level opens.
     ends: called after the outermost level has closed.
@@ -36,7 +36,7 @@ class _Listener(NamedTuple):
 
 
 def in_transform() -> bool:
-    """Whether a transform of `torch.func` is under way in this thread."""
+    """Whether a transform of `torch.func` runs in this thread."""
     return functorch_level() is not None
 
 

@@ -1,8 +1,8 @@
 """A dispatch mode that disturbs neither compiled code nor other modes.
 
 Torch's `with mode:` is for modes that nest: on exit it removes the topmost mode, whichever that is. A recorder is entered in a
-forward and left when the step ends, and modes of the user (a counter of FLOPs) may begin and end in between in any order. So
-the mode can be entered beneath the modes that are on, and is removed from wherever it stands.
+forward and left when the step ends, and modes of the user (a FLOP counter) may begin and end in between in any order. So this
+mode can be entered beneath the modes that are on, and is removed from any position in the stack.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lightning_memopt.torch_private import TorchDispatchMode, current_mode, curr
 
 
 class Outside(TorchDispatchMode):
-    """A mode that sees eager ops alone: compiled code, and the bodies of operators like `cond` and `scan`, run as before."""
+    """A mode that sees only eager ops. Compiled code, and the bodies of operators like `cond` and `scan`, run as without it."""
 
     supports_higher_order_operators = True  # else torch raises an error when the model calls one
 
@@ -33,14 +33,14 @@ class Outside(TorchDispatchMode):
         self.enter(beneath)
 
     def enter(self, beneath: bool = False) -> None:
-        """Begin to see ops: before the modes that are on see them, or after these where `beneath`."""
+        """Begin to see ops: before the modes that are on see them, or after them if `beneath`."""
         if beneath:
             _put_on([self, *current_modes()])
         else:
             push_mode(self)
 
     def leave(self) -> None:
-        """Stop seeing ops. Modes that were entered since stay on. May be repeated."""
+        """Stop seeing ops. Modes that were entered later stay on. May be repeated."""
         if current_mode() is self:
             pop_mode()
         elif self in (on := current_modes()):

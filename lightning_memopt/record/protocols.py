@@ -40,13 +40,13 @@ class OpRecord:
     recomputable: bool
 
     def remakes(self, version: StorageVersion) -> bool:
-        """Whether running the call again makes the bytes of this new version."""
+        """Whether `call` makes the bytes of this new version when it runs again."""
         return not version.empty and version.index < self.rule.makes
 
 
 class Observer(Protocol):
-    """Is told of each op of a step (the tracer). `end` gets the real arguments and results, too. `resized`: a storage has
-    another size, so its version `old` is followed by `new`. `passes`: asked before an op, whether it is not told of it.
+    """Is told of each op of a step (the tracer). `end` also gets the real arguments and results. `resized`: the size of a
+    storage has changed, so version `new` follows `old`. `passes`: asked before each op; true if it wants to skip the op.
     `number`: the id of the next op in its graph.
     """
 
@@ -62,7 +62,7 @@ class Observer(Protocol):
 
 
 class Holdings(Protocol):
-    """Decides what is held of storage versions (the engine's). `t` is a tensor on the bytes of the version beside it."""
+    """Decides what is held of storage versions (the engine's). `t` is a tensor on the bytes of the version passed before it."""
 
     def met(self, version: StorageVersion) -> None:
         """The recorder met bytes that no recorded op made."""
@@ -71,7 +71,7 @@ class Holdings(Protocol):
         """An op reads bytes that no recorded op made; a rebuild may start from them."""
 
     def made(self, version: StorageVersion, reachable: bool) -> None:
-        """An op made new memory. `reachable`: its call makes the bytes again, from bytes that are held or reachable."""
+        """An op made new memory. `reachable`: its call can make the bytes again, from bytes that are held or reachable."""
 
     def overwrites(self, version: StorageVersion) -> None:
         """The bytes of a version are about to change."""
@@ -80,13 +80,16 @@ class Holdings(Protocol):
         """An op has just written `new` over `old`."""
 
     def replaced(self, old: StorageVersion, new: StorageVersion, t: torch.Tensor) -> bool:
-        """`old` changed unseen, or may from now on; `new` has the present bytes. Returns whether bytes of `old` are held."""
+        """`old` changed unseen, or may change unseen from now on; `new` has the present bytes.
+
+        Returns whether bytes of `old` are held.
+        """
 
     def recounted(self, version: StorageVersion, t: torch.Tensor) -> None:
-        """The version counter of a version that an op wrote is known now: the counter of `t`."""
+        """The version counter of a version that an op wrote has become known: it is the counter of `t`."""
 
     def unchanged(self, version: StorageVersion) -> bool:
-        """Whether the bytes that are held of an earlier version are still the bytes in its memory."""
+        """Whether the memory of an earlier version still has the bytes that are held of it."""
 
     def can_run(self, call: Call | None, reads: Sequence[StorageVersion]) -> bool:
         """Whether `call` gives the same bits when it runs again, and a rebuild can have the bytes of all versions it reads."""
@@ -97,16 +100,16 @@ class Owner(Protocol):
 
     @property
     def holdings(self) -> Holdings:
-        """Decides what is held of the forward's storage versions."""
+        """What decides which bytes of the forward's storage versions are held."""
 
     def recorded(self, record: OpRecord) -> None:
         """An op ran, and all its versions are known."""
 
     def resizes(self, version: StorageVersion) -> None:
-        """The storage of a version is about to get another size."""
+        """The storage of a version is about to be resized."""
 
     def gives_way(self) -> bool:
-        """The device has no memory for an op: let go of bytes that can be made again. Returns whether there were any."""
+        """The device has no memory for an op: let go of bytes that can be rebuilt. Returns whether there were any."""
 
     def wants_state(self, name: str) -> bool:
-        """Whether the next op, of this name, needs the generator's state, to run again."""
+        """Whether the generator's state must be recorded so that the next op, of this name, can run again."""

@@ -1,6 +1,6 @@
 """The recorder: a dispatch mode below autograd that notes every op, what it read and which storage version it wrote.
 
-It decides nothing: its `Owner` and its `Observer` are told (record/protocols.py).
+It decides nothing. It tells its `Owner` and its `Observer` (record/protocols.py).
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ _RECORDED, _EMPTY, _EXTERNAL = Origin.RECORDED, Origin.EMPTY, Origin.EXTERNAL
 
 
 class Recorder(Outside):
-    """Records one forward pass onto a tape. Enter it around the forward only; `forget()` when the forward is over.
+    """Records one forward pass onto a tape. Enter it around the forward only; call `forget()` when the forward is over.
 
-    Many methods: ops, saves, exposed memory and settings reach it by different ways, and a planned forward changes some."""
+    Many methods: ops, saves, exposed memory and settings each reach it by their own, and a planned forward overrides some.
+    """
 
     def __init__(self, tape: Tape, owner: Owner, observer: Observer | None = None) -> None:
         super().__init__()
@@ -56,27 +57,27 @@ class Recorder(Outside):
         self.elsewhere = False
         self.fixed: frozenset[int] = frozenset()  # ops that never run again: what they read is overwritten before a rebuild
         self.hidden: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        """Context around allocations that the step alone, without rebuilds, would not make."""
+        """Context around allocations that are made only for rebuilds: the user's step would not make them."""
         self.op = 0
         self.next_id = 0
         self.of_storage: dict[int, StorageVersion] = {}
         self._earlier: dict[int, StorageVersion] = {}
-        """What calls of the model made, and code between them, before the present call: as `of_storage`."""
+        """What earlier calls of the model, and code between them, made: storage -> version, as in `of_storage`."""
         self._beneath: dict[int, list[StorageVersion]] = {}
         """Id of a version -> earlier versions of its memory that changed unseen and of which bytes are held."""
         self._resizes: StorageVersion | None = None
         self.thread = threading.get_ident()
 
     def forget(self) -> None:
-        """Drop the map from storages: it must not outlive the forward pass."""
+        """Drop the map from storages to versions: it must not outlive the forward pass."""
         self.of_storage.clear()
         self._earlier.clear()
         self._beneath.clear()
 
     def goes_on(self, written_over: Collection[int] = ()) -> dict[int, StorageVersion]:
-        """Another call of the model begins in this forward. What ran since the last one is not on the tape, and may have
-        written to results of earlier calls unseen: all that was made comes from outside of the call. Returns it, by storage.
-        `written_over`: storages that are no longer what earlier calls read.
+        """Another call of the model begins in this forward. Code that ran since the last call is not on the tape, and may have
+        written to results of earlier calls. So everything that was made before comes from outside of the new call. Returns
+        it, by storage. `written_over`: storages that were overwritten after earlier calls read them.
         """
         versions = self.tape.versions
         made = {
@@ -91,8 +92,8 @@ class Recorder(Outside):
         return made
 
     def recognise(self, version: StorageVersion, value: torch.Tensor | None) -> None:
-        """The bytes of a version were rebuilt, maybe in a new storage, and `value` is on them: ops that read it read the
-        version.
+        """The bytes of a version were rebuilt, perhaps in a new storage. `value` is a tensor on them. From now on, ops that
+        read that storage read the version.
         """
         if value is None:
             return
@@ -105,7 +106,7 @@ class Recorder(Outside):
             version.counter = value._version
 
     def adopt(self, t: torch.Tensor, why: str = OUTSIDE) -> StorageVersion:
-        """The version that a tensor is on which no recorded op made: it is held, never dropped (R4)."""
+        """The version of a tensor that no recorded op made. It is held and never dropped (R4)."""
         known = self.of_storage.get(storage_id(t))
         if known is None and not self.capturing and (known := self._earlier.pop(storage_id(t), None)) is not None:
             self.of_storage[known.weak] = known
@@ -114,7 +115,7 @@ class Recorder(Outside):
         version = self._new(t, Origin.EXTERNAL)
         version.why = why
         version.parameter = isinstance(t, torch.nn.Parameter) or isinstance(t._base, torch.nn.Parameter)
-        # R4: ops that read it never run again. Nobody writes unseen to weights, even if another library made their memory.
+        # R4: ops that read it never run again. Weights are exempt: whoever made their memory, nobody writes to them unseen.
         version.exposed = not version.parameter and is_foreign(t)
         self.holdings.met(version)
         if self._starts():
@@ -126,7 +127,7 @@ class Recorder(Outside):
         return self.capturing
 
     def _current(self, version: StorageVersion, t: torch.Tensor) -> StorageVersion:
-        """The version, or a new one where its counter moved unseen: a compiled region, another thread, an extension."""
+        """The version, or a new one where its counter moved unseen (by a compiled region, another thread or an extension)."""
         written_since = version.counter_in_op is not None and t._version > version.counter_in_op + 1
         if version.counter == UNKNOWN and not written_since:
             version.counter = t._version
@@ -136,7 +137,7 @@ class Recorder(Outside):
         return version
 
     def _replaced(self, old: StorageVersion, t: torch.Tensor, why: str) -> StorageVersion:
-        """A new version of the storage of `old`, whose bytes are no longer what was recorded."""
+        """A new version of the storage of `old`, because its bytes are no longer what was recorded."""
         del self.of_storage[storage_id(t)]
         new = self.adopt(t, why)
         new.exposed, new.parameter = old.exposed, old.parameter
@@ -146,7 +147,7 @@ class Recorder(Outside):
         return new
 
     def packs(self, t: torch.Tensor) -> StorageVersion | None:
-        """The version that autograd saves; None where it is not recorded, or its bytes changed unseen."""
+        """The version of a tensor that autograd saves; None where it is not recorded, or its bytes changed unseen."""
         if type(t) not in PLAIN or t.layout is not torch.strided:  # other tensors that are not plain have no version
             return None
         version = self.of_storage.get(storage_id(t))
@@ -197,7 +198,7 @@ class Recorder(Outside):
         if not capturing and (observer is None or (observer.passes is not None and observer.passes())):
             return run(*args, **kwargs)
         if func is _UNSAFE_VIEW and storage_id(args[0]) not in self.of_storage:
-            return run(*args)  # AOT autograd so returns what generated code made: no op of the user, who may drop it unread
+            return run(*args)  # AOT autograd adds it to results of generated code; the user may drop them unread
         op = self._number()
         reads: list[StorageVersion] = []
         record = OpRecord(func, rule, (), {}, (), [], [], None, False)
@@ -223,7 +224,7 @@ class Recorder(Outside):
         if targets and func._name.startswith("aten::_foreach_"):
             count_versions(targets, [v for _, v in before])
         if rule.handling == "empty" and capturing and isinstance(out, torch.Tensor) and is_plain(out):
-            # it reads no bytes: a rebuild needs only the sizes and strides of the result, not the tensor that it imitates
+            # it reads no bytes: a rebuild needs only the sizes and strides of the result, not the tensor that it is like
             like = {"dtype": out.dtype, "device": out.device}
             record.call = Call(op, _EMPTY_STRIDED, (out.size(), out.stride()), like, (), False)
             record.recomputable = True
@@ -231,7 +232,7 @@ class Recorder(Outside):
         if targets and capturing:
             targets = [t for t, (id, _) in zip(targets, before, strict=True) if storage_id(t) == id]  # `set_` writes no bytes
             mutates = self._mutated(targets, record, reads)
-            if rule.rewrite is None:  # else running statistics: written once, by the user's own pass, and no rebuild reads them
+            if rule.rewrite is None:  # else it writes running statistics, which no rebuild writes or reads
                 record.mutates = mutates
         if observer is not None:
             observer.end(record, args, kwargs, out)
@@ -240,8 +241,9 @@ class Recorder(Outside):
         return out
 
     def _ran(self, run: Callable[..., Any], rule: Rule, args: tuple, kwargs: dict) -> Any:
-        """The result of an op. Where the device has no memory for it, the owner gives way, and it runs again: one that writes
-        nothing and draws no numbers has done nothing yet. Free bytes that lie apart can be of no use, whatever the budget.
+        """The result of an op. If the device has no memory for it, the owner lets go of bytes, and the op runs once more.
+        Only ops that write nothing and draw no random numbers do so: their first run has changed nothing. Memory can run out
+        below the budget, too, where no free block is large enough.
         """
         while True:
             try:
@@ -253,14 +255,14 @@ class Recorder(Outside):
     def _capture_all(
         self, op: int, record: OpRecord, args: tuple, kwargs: dict, reads: list[StorageVersion], targets: list[torch.Tensor]
     ) -> None:
-        """Note the arguments of an op, and its call if it may run again."""
+        """Note the arguments of an op, and make its call if it may run again."""
         func, rule, foreign = record.func, record.rule, list[torch.Tensor]()
         record.args = captured(args, self, reads, foreign)
         if kwargs:
             record.kwargs = dict(zip(kwargs, captured(tuple(kwargs.values()), self, reads, foreign), strict=True))
         if foreign or self.elsewhere or rule.handling == "opaque":
             return
-        if rule.rewrite is not None:  # no call reads the running statistics; nor does a fixed op: its plan does not fix it
+        if rule.rewrite is not None:  # calls read no running statistics
             statistics = {id(self.of_storage[storage_id(t)]) for t in targets}
             reads[:] = [version for version in reads if id(version) not in statistics]
         if op in self.fixed or not may_run_again(func, device_of_call((v.device for v in reads), kwargs).type):
@@ -281,33 +283,33 @@ class Recorder(Outside):
         self.owner.recorded(record)
 
     def _detach(self, t: torch.Tensor) -> torch.Tensor:
-        """Not an op: the same bytes. torch calls it by itself on what a factory made, but only if somebody else holds that."""
+        """Alias `t`. Not recorded as an op: torch calls it on a factory's result, but only if somebody else holds that."""
         out: torch.Tensor = _DETACH._op(t)
         version = self.of_storage.get(storage_id(t)) if self.capturing and is_plain(t) else None
         if version is not None and version.call is None and not version.external:
-            self.holdings.recounted(version, out)  # `out` has a version counter of its own: the one that the user's tensor has
+            self.holdings.recounted(version, out)  # `out` has its own version counter, which is also that of the user's tensor
         return out
 
     def _call(
         self, op: int, record: OpRecord, args: tuple, kwargs: dict, reads: list[StorageVersion], targets: list[torch.Tensor]
     ) -> Call | None:
-        """The call that runs this op again, or None where its results cannot be rebuilt."""
+        """The call that runs this op again; None where its results cannot be rebuilt."""
         func, rule, held_args, held_kwargs = record.func, record.rule, record.args, record.kwargs
         if rule.rewrite is not None and targets:
-            # the running statistics are written, but no output depends on them: a rebuild leaves them out
+            # the op writes running statistics, but no output depends on them: a rebuild leaves them out
             func, held_args, held_kwargs = rule.rewrite(func, held_args, held_kwargs)
             targets = []
         mutated = {id(self.of_storage[storage_id(t)]) for t in targets}
         for version in reads:
             if version.exposed:
-                return None  # R4: its content may be something else when a rebuild would read it
+                return None  # R4: its content may have changed when a rebuild reads it
             if version.origin is _EMPTY:
                 # R4: the result of `empty` has no content, unless this op overwrites all of it
                 whole = rule.whole and id(version) in mutated and len(targets) == 1 and covers(targets[0])
                 if not whole:
                     return None
             elif version.call is None and id(version) in mutated:
-                return None  # no call made this memory, so its new content is not rebuilt, either
+                return None  # no call made this memory, so its new content cannot be rebuilt, either
             else:
                 version.read = True
         ids = tuple(dict.fromkeys([version.id for version in reads]))
@@ -336,7 +338,7 @@ class Recorder(Outside):
             if old is not None:
                 new = self._overwritten(old, t, call, reachable)
                 new.why = new.why or rule.why
-                new.counter_in_op = t._version - rule.counted_first  # autograd moves no counter that was moved before the op
+                new.counter_in_op = t._version - rule.counted_first  # autograd does not move it twice
                 if call is not None:
                     call.mutates = (*call.mutates, (old.id, new.id))
                 mutates.append((old, new, t))
@@ -344,7 +346,7 @@ class Recorder(Outside):
 
     def _overwrites(self, old: StorageVersion) -> None:
         """The bytes of a version are about to change."""
-        for earlier in self._beneath.pop(old.id, ()):  # the bytes may be the same, under another counter (that of `.data`)
+        for earlier in self._beneath.pop(old.id, ()):  # they may be the same bytes under another counter (that of `.data`)
             if earlier.counter < 0 or self.holdings.unchanged(earlier):
                 self._overwrites(earlier)
         self.holdings.overwrites(old)
@@ -352,9 +354,9 @@ class Recorder(Outside):
     def _overwritten(
         self, old: StorageVersion, t: torch.Tensor, call: Call | None, reachable: bool, id: int | None = None
     ) -> StorageVersion:
-        """The version that an op has just written over `old`, through `t`; with this id, or the next one."""
+        """The version that an op has just written over `old`, through `t`. Its id is `id`, or the next free one."""
         new = self._new(t, Origin.EXTERNAL if call is None and old.external else Origin.RECORDED, id)
-        new.counter = UNSHARED if old.counter == UNSHARED else UNKNOWN  # autograd moves the counter after the op, by one
+        new.counter = UNSHARED if old.counter == UNSHARED else UNKNOWN  # autograd increments the counter after the op
         new.counter_in_op = t._version
         old.next = new.id
         if call is None:
@@ -396,9 +398,9 @@ class Recorder(Outside):
         return self.op > 0
 
     def settings_changed(self) -> None:
-        """R6: rebuilds run under the numeric settings that the forward began with; results under other settings are kept.
+        """R6: rebuilds run under the numeric settings that the forward began with. Results made under other settings are kept.
 
-        The forward begins with its first op: before that, a precision may be set inside the recorded code (Lightning's
+        The forward begins with its first op, because the recorded code may set a precision before that (Lightning's
         "bf16-true").
         """
         if not self._begun:
@@ -406,7 +408,7 @@ class Recorder(Outside):
         self.elsewhere = numeric_flags() != self.tape.flags
 
     def resizing(self, t: torch.Tensor) -> None:
-        """The storage of `t` is about to get another size. Its bytes are lost, and may be restored unseen (R4)."""
+        """The storage of `t` is about to be resized. Its bytes are lost, and may be restored unseen (R4)."""
         if self.writes is not None:
             self.writes(t)
         version = self._resizes = self.of_storage.get(storage_id(t))
@@ -416,7 +418,7 @@ class Recorder(Outside):
             self._becomes_exposed(version, t, "its storage was resized")
 
     def resized(self, t: torch.Tensor) -> None:
-        """The storage of `t` has another size now."""
+        """The storage of `t` has been resized."""
         old, self._resizes = self._resizes, None
         if old is None:
             return
@@ -428,8 +430,8 @@ class Recorder(Outside):
     def expose(self, t: torch.Tensor, address: bool = False) -> None:
         """Somebody takes the raw memory of `t`: from now on it may change unseen, so no rebuild starts from it (R4).
 
-        The mere `address` of a parameter is exempt: kernels take it to read the parameter, and copies of all parameters would
-        cost the memory that rebuilds save.
+        Only the `address` of a parameter may be taken without this: kernels take it to read the parameter, and copies of all
+        parameters would cost the memory that rebuilds save.
         """
         if not self.capturing or not is_plain(t):
             return

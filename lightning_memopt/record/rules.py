@@ -31,11 +31,11 @@ class Rule:
     writes: positions (or names) of the arguments that the op mutates.
     whole: the op overwrites them without reading them.
     rewrite: turns (func, args, kwargs) into a form of the op without side effect, which a rebuild runs.
-    heavy: the op computes so much that a rebuild of its results is expensive.
-    conjugates: the op's kernel takes conjugate views, which torch ignores inside a dispatch mode unless told otherwise.
+    heavy: the op computes much, so a rebuild of its results is expensive.
+    conjugates: the op's kernel takes conjugate views, which torch ignores inside a dispatch mode.
     unshared: the op's views have version counters of their own.
-    makes: how many of the tensors that the op returns it always writes; the others are small, and kept.
-    counted_first: torch moves the version counters of what the op writes before it runs, not after. Known of each op by itself.
+    makes: how many of its result tensors the op always writes, counted from the first; the others are small, and kept.
+    counted_first: torch increments the version counters of what the op writes before it runs, not after.
     """
 
     handling: Handling
@@ -79,7 +79,7 @@ _WHOLE = {
 }
 # Arguments that a kernel fills although the schema does not say so (pytorch#193671).
 _HIDDEN_WRITES: dict[str, tuple[int, ...]] = {"rrelu_with_noise": (1,), "rrelu_with_noise_": (0, 1)}
-# A difference of one ulp between forward and rebuild would flip a choice.
+# Their results are choices, which a difference of one ulp between forward and rebuild could flip.
 _CHOICES = {
     "topk",
     "sort",
@@ -98,8 +98,8 @@ _CHOICES = {
     "histc",
     "bincount",
 }
-# No kernel writes all cells of their results: of log_alpha (_ctc_loss), of bag_size and max_indices (_embedding_bag), and of
-# the workspace of oneDNN's LSTM.
+# Their kernels leave cells of some results unwritten: of log_alpha (_ctc_loss), of bag_size and max_indices (_embedding_bag),
+# and of the workspace of oneDNN's LSTM.
 _UNWRITTEN = {
     "_ctc_loss",
     "_embedding_bag",
@@ -109,12 +109,12 @@ _UNWRITTEN = {
 }
 _STORAGE = {"resize_", "set_", "resize_as_", "_resize_output_", "resize", "resize_output_", "set_data"}
 _RNN = {"_cudnn_rnn", "miopen_rnn"}
-# Under any dispatch mode these return wrong complex numbers (pytorch#198118); the recorder runs them outside of it.
+# Under any dispatch mode these return wrong complex numbers (pytorch#198118), so the recorder runs them outside of its mode.
 _CONJUGATES = {"linalg_pinv", "linalg_polar", "linalg_matrix_sqrth"}
-# Each piece that they return has a version counter of its own (the cells of LSTM and GRU use them).
+# Each piece that they return has its own version counter (the cells of LSTM and GRU use them).
 _UNSHARED = {"unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"}
-# How many of their results the kernels write whole. They leave out the seed and offset of dropout where there is no dropout,
-# and the padding of the logarithms, to a multiple of 32, in the efficient ones.
+# How many of the first results their kernels always write whole. Without dropout they leave its seed and offset unwritten, and
+# the efficient ones leave the padding of the logarithms to a multiple of 32 unwritten.
 _MAKES = {
     "_scaled_dot_product_flash_attention": 2,
     "_scaled_dot_product_cudnn_attention": 2,
@@ -177,12 +177,12 @@ def _written(func: OpOverload) -> tuple[int | str, ...]:
 
 
 def _counted_first(func: OpOverload) -> bool:
-    """Whether torch counts the op's writes before it runs: the kernel that `torch.library.custom_op` registers does."""
+    """Whether torch counts the op's writes before the op runs, as for ops that `torch.library.custom_op` registers."""
     return bool(_written(func)) and custom_op_of(func) is not None
 
 
 def _norm_without_statistics(func: OpOverload, args: tuple, kwargs: dict) -> tuple[OpOverload, tuple, dict]:
-    """Batch norm in training does not read its running statistics; a rebuild must not update them a second time."""
+    """Batch norm without its running statistics: in training it does not read them; a rebuild must not update them again."""
     names = [a.name for a in func._schema.arguments]
     bound = dict(zip(names, args, strict=False)) | kwargs
     if func._schema.name == "aten::_native_batch_norm_legit":
@@ -233,7 +233,7 @@ def written_by(func: OpOverload, rule: Rule, args: tuple, kwargs: dict) -> list[
 
 @cache
 def rule_of(func: OpOverload) -> Rule:
-    """The rule of an overload. Unknown namespaces and everything with hidden state are opaque."""
+    """The rule of an overload. Ops of unknown namespaces and ops with hidden state are opaque."""
     if func in _registered:
         return _registered[func]
     namespace, _, name = func._schema.name.partition("::")
@@ -296,8 +296,8 @@ def _pure(rule: Rule) -> Rule:
 
 
 _known: dict[int, Rule] = {}
-"""Identity of an overload -> its rule: an overload computes its hash in Python. The cache of `rule_of`, which is cleared with
-this, keeps the overload, so that no other one gets its identity.
+"""Identity of an overload -> its rule, because the hash of an overload is slow (Python computes it). The cache of `rule_of`,
+which is cleared together with this one, keeps the overload alive, so that no other overload gets its identity.
 """
 
 
@@ -320,7 +320,7 @@ def _non_blocking_position(func: OpOverload) -> int | None:
 
 
 def blocking(func: OpOverload, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments of an op with which its copy is over when it returns.
+    """The arguments of an op, changed so that a copy is complete when the op returns.
 
     User code waits for a copy to the host before it reads the result. Nobody waits when a rebuild makes the copy.
     """

@@ -1,7 +1,7 @@
-"""Seams: functions of torch that are wrapped while somebody listens, and put back when nobody does any more.
+"""Seams: functions of torch that are wrapped while there is a listener, and restored when there is none.
 
-Most wrappers only ask whether anybody listens. These stay, once they are installed, until the last run is closed: to change an
-attribute of a class makes Python forget what it has cached of the class, and one that changes too often is not cached again.
+Most wrappers do nothing without a listener. These stay, once installed, until the last run is closed: each change of a class
+attribute clears what Python has cached for the class, and Python stops caching a class that changes too often.
 """
 
 from __future__ import annotations
@@ -14,53 +14,53 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 L = TypeVar("L")
-Place = tuple[Any, str, Callable[[Any], Any]]
+Patch = tuple[Any, str, Callable[[Any], Any]]
 """(owner, name of its attribute, function that makes the wrapper of the original)."""
 
 _keepers: set[weakref.ref[object]] = set()
-"""The open runs: seams that may stay are left where they are."""
+"""The open runs. While there are any, seams that may stay are left installed."""
 _sweeps: list[Callable[[], None]] = []
 """Called when a run is closed."""
 
 
 def keep_seams(keeper: object) -> None:
-    """Leave seams that may stay where they are until `drop_seams` of the same keeper, or until that is gone."""
+    """Leave seams that may stay installed until `drop_seams(keeper)`, or until the keeper is freed."""
     _keepers.add(weakref.ref(keeper, _keepers.discard))
 
 
 def drop_seams(keeper: object) -> None:
-    """Leave the seams no longer for this keeper. May be repeated."""
+    """This keeper needs the seams no longer. May be repeated."""
     _keepers.discard(weakref.ref(keeper))
     for sweep in _sweeps:
         sweep()
 
 
 def are_kept() -> bool:
-    """Whether seams that may stay are left where they are."""
+    """Whether seams that may stay are left installed."""
     return bool(_keepers)
 
 
 def at_drops(sweep: Callable[[], None]) -> None:
-    """Call `sweep()` whenever a keeper has dropped the seams."""
+    """Call `sweep()` after each `drop_seams`."""
     _sweeps.append(sweep)
 
 
 class Seams(Generic[L]):
     """Wrappers that are installed when the first listener comes, and removed when the last one leaves.
 
-    listeners: the listeners, in the order in which they came: one list for good. Wrappers read it; only `enter` and `leave`
-        change it.
+    listeners: the listeners, in the order in which they came. It is always the same list: wrappers read it, and only `enter`
+        and `leave` change it.
     """
 
-    def __init__(self, places: Callable[[], Iterable[Place]], stays: bool = False) -> None:
-        """`places`: gives the attributes that are wrapped. It is called once, when the first listener comes: an owner may be in
-        a module of torch that takes long to import. Attributes that the installed torch does not have are left out.
+    def __init__(self, patches: Callable[[], Iterable[Patch]], stays: bool = False) -> None:
+        """`patches`: returns the attributes to wrap. It is called once, when the first listener comes, because an owner may be
+        in a module of torch that takes long to import. Attributes that the installed torch does not have are left out.
 
-        stays: the wrappers do as the originals while nobody listens. They are removed when no run is open, either.
+        stays: without a listener the wrappers behave like the originals, so they are removed only when no run is open, either.
         """
-        self._places = places
+        self._patches = patches
         self._stays = stays
-        self._known: list[Place] | None = None
+        self._known: list[Patch] | None = None
         self.listeners: list[L] = []
         self._lock = threading.Lock()
         self._installed: list[tuple[Any, str, bool, Any, Any]] = []
@@ -82,7 +82,7 @@ class Seams(Generic[L]):
                 raise
 
     def enter(self, listener: L) -> None:
-        """`listener` is one of the listeners from now on. Call `leave` even if this is interrupted."""
+        """Add a listener. Call `leave` even if this is interrupted."""
         with self._lock:
             self.listeners.append(listener)
             if len(self.listeners) > 1:
@@ -96,7 +96,7 @@ class Seams(Generic[L]):
             self._install()
 
     def leave(self, listener: L) -> None:
-        """`listener` is none of the listeners any more. May be repeated."""
+        """Remove a listener. May be repeated."""
         with self._lock:
             if listener in self.listeners:
                 self.listeners.remove(listener)
@@ -109,16 +109,16 @@ class Seams(Generic[L]):
                 self._restore()
 
     def _install(self) -> None:
-        """Install the wrappers that are not in their places."""
+        """Install the wrappers that are not installed now."""
         if self._known is None:
-            self._known = [place for place in self._places() if hasattr(place[0], place[1])]
+            self._known = [patch for patch in self._patches() if hasattr(patch[0], patch[1])]
         installed = {id(wrapper) for *_, wrapper in self._installed}
         for owner, name, wrap in self._known:
             original = getattr(owner, name)
             if id(original) in installed:
                 continue
             wrapper = wrap(original)
-            own = isinstance(owner, ModuleType) or name in vars(owner)  # torch's modules of settings do not show what they have
+            own = isinstance(owner, ModuleType) or name in vars(owner)  # torch's settings modules hide attributes from `vars`
             self._installed.append((owner, name, own, original, wrapper))  # before the change: it may be interrupted
             setattr(owner, name, wrapper)
 
@@ -134,4 +134,4 @@ class Seams(Generic[L]):
 
 
 Listening = tuple[Seams[Any], Any]
-"""(where, who): `listener` is to be one of the listeners of `seams`."""
+"""(seams, a listener to add to them)."""

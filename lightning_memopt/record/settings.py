@@ -1,7 +1,7 @@
 """Settings that change the bits an op returns (R6): how to read and restore them, and the functions that set them.
 
-The list has every setter of `torch._C` in the supported versions whose setting a kernel may read, with its getter. The other
-setters are named in tests/cpu/record/test_settings.py, with the reason. That test fails for a setter in neither list.
+The list has each setter of `torch._C`, in any supported version, whose setting a kernel may read, with its getter. The other
+setters are listed in tests/cpu/record/test_settings.py, with reasons. That test fails for a setter in neither list.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ SETTERS = (
     (C, "_set_default_tensor_type"),
     (torch, "set_num_threads"),
     (torch, "set_flush_denormal"),
-    (torch.backends.ContextProp, "__set__"),  # for `torch.backends.mkldnn.enabled = ...`: it keeps the setters themselves
+    (torch.backends.ContextProp, "__set__"),  # `torch.backends.mkldnn.enabled = ...` calls setters that it holds itself
 )
 """(owner, name) of every function that sets one of the settings."""
 _DENORMAL = 5e-324
@@ -108,12 +108,12 @@ _answer = methodcaller("__call__")
 
 @uncompiled
 def numeric_flags() -> tuple[Any, ...]:
-    """The settings that change the bits an op returns (R6): rebuilds run under those of the forward. Asked before each rebuild,
-    so it calls torch and nothing else.
+    """The settings that change the bits an op returns (R6): rebuilds run under those of the forward. It runs before each
+    rebuild, so it only calls torch's getters.
     """
     try:
         matmul = _matmul()
-    except RuntimeError:  # the user set precisions per backend: no single word stands for them
+    except RuntimeError:  # the user set precisions per backend, which no single word describes
         matmul = None
     return (
         (matmul, *map(_precision, _BACKENDS, _OPS)),
@@ -126,14 +126,14 @@ def numeric_flags() -> tuple[Any, ...]:
 
 
 def set_numeric_flags(flags: tuple[Any, ...]) -> None:
-    """Set all settings to `flags`, an earlier answer of `numeric_flags`. Only settings that differ are set."""
+    """Restore the settings `flags`, an earlier result of `numeric_flags`. Only settings that differ are set."""
     now = numeric_flags()
     precisions, deterministic, threads, dtype, flush, values = flags
     if precisions != now[0]:
         if precisions[0] is not None:
             _set_matmul_precision(precisions[0])
         for where, then in zip(_PRECISIONS, precisions[1:], strict=True):
-            if _precision(*where) != then:  # to set one precision may set others, too
+            if _precision(*where) != then:  # setting one precision may set others, too
                 _set_precision(*where, then)
     if deterministic != now[1]:
         _set_deterministic(deterministic[0], warn_only=deterministic[1])

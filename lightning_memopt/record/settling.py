@@ -1,9 +1,9 @@
 """Wait until gloo has let go of the buffers of a collective that is over.
 
-A thread of gloo runs a collective, tells the caller that it is over, and lets go of its tensors afterwards. Among them is a
-copy of what is reduced, as large as the gradients of a unit. On a busy machine the thread may be off its core just then, for
-several milliseconds, and the peak of a step would depend on that. A thread that has let go of its work sleeps until there is
-other work; a thread that has not is runnable. Linux says which (`/proc/self/task`).
+A thread of gloo runs a collective, tells the caller that it is over, and only then frees its tensors. One of them is a copy of
+what is reduced, as large as the gradients of a unit. On a busy machine the thread may be descheduled at that moment for several
+milliseconds, and the peak of a step would depend on that. A thread that has finished sleeps until there is other work; one that
+has not is runnable. Linux shows which it is (`/proc/self/task`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_memopt.torch_private import GLOO_THREADS
 
 _TASKS = "/proc/self/task"
 _MOST_SECONDS = 0.2
-"""The longest wait: a collective that was begun and not waited for keeps a thread busy, too."""
+"""Maximum wait, because a collective that was begun and not waited for also keeps a thread busy."""
 _RUNNABLE = b"R"
 
 _threads: list[str] = []
@@ -24,7 +24,7 @@ _process = 0
 
 
 def can_settle() -> bool:
-    """Whether gloo's threads can be seen on this machine: there are such threads, and the system tells of them."""
+    """Whether there are threads of gloo whose state the system shows."""
     if _process != os.getpid():  # a fork has none of its parent's threads
         find_threads()
     return bool(_threads)
@@ -36,7 +36,7 @@ def settle() -> None:
         return
     until = perf_counter() + _MOST_SECONDS
     asleep = 0
-    while asleep < 2:  # twice: a thread may wait for the lock of another one, which has just let go of its work
+    while asleep < 2:  # twice: a thread may wait for the lock of another one that has just finished
         asleep = 0 if _runnable() else asleep + 1
         if not asleep:
             if perf_counter() > until:

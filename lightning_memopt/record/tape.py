@@ -1,9 +1,9 @@
 """The record of a forward: storage versions, views on them, and the calls that made them.
 
 A `Tape` is one forward pass. References point one way only: a handle that autograd holds -> its tape -> calls and storage
-versions. Nothing on a tape refers to handles or to the recorder, so it dies with the last handle, without the garbage
-collector. Storages are recognised by their live object: a weak reference keeps the storage's address from being used again
-while the recorder may still meet it; it does not keep its bytes.
+versions. Nothing on a tape refers to handles or to the recorder, so the tape is freed with the last handle, without the garbage
+collector. Storages are recognised by the address of their object. A weak reference keeps that address from being used again
+while the recorder may still meet the storage; it does not keep the storage's bytes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from lightning_memopt.record.uncompiled import uncompiled
 from lightning_memopt.torch_private import OpOverload, conjugate, free_weak, negative, storage_id, storage_of_weak
 
 UNKNOWN = -1
-"""No count: the version counter has not been read yet."""
+"""Instead of a count: the version counter has not been read yet."""
 UNSHARED = -2
-"""No count: views of the storage count for themselves."""
+"""Instead of a count: views of the storage have their own version counters."""
 OUTSIDE = "made outside of the recorded forward"
 OVERWRITTEN = "overwritten in place by an op that does not run again"
-"""Why a storage version cannot be rebuilt."""
+"""Reasons why a storage version cannot be rebuilt."""
 
 
 class Origin(enum.Enum):
@@ -40,7 +40,7 @@ class Held(Protocol):
     """The bytes that the owner of a tape holds of a storage version. The recorder never reads this."""
 
     value: torch.Tensor | None
-    """A tensor on the bytes, where the owner holds them."""
+    """A tensor on the bytes, or None where the owner does not hold them."""
 
 
 H = TypeVar("H", bound=Held)
@@ -54,14 +54,14 @@ class StorageVersion(Generic[H]):
     device: where the storage is.
     weak: a weak reference to the storage.
     origin: how the bytes came to be.
-    call: the op that makes the bytes when it runs again; None where nothing does.
+    call: the call that makes the bytes when it runs again; None where there is no such call.
     index: which of the call's results the bytes are.
     counter: the version counter when it was first read (`UNKNOWN`, `UNSHARED`).
     counter_in_op: the version counter while the op that wrote over the storage ran; None where no op did.
     next: id of the version that has overwritten this one; None while there is none.
-    parameter: it was met as a parameter.
-    exposed: its raw memory was handed out, so it may change unseen (R4).
-    read: a recorded op reads it, so a rebuild may start from it.
+    parameter: whether it was met as a parameter.
+    exposed: whether its raw memory was handed out, so that it may change unseen (R4).
+    read: whether a recorded op reads it, so that a rebuild may start from it.
     why: why it cannot be rebuilt; "" where it can.
     holding: what the owner of the tape holds of it.
     """
@@ -122,9 +122,9 @@ class StorageVersion(Generic[H]):
 
 
 def recount(targets: Sequence[torch.Tensor], of_storage: Mapping[int, StorageVersion]) -> None:
-    """Torch has counted the writes of an op that is about to run (`Rule.counted_first`): the bytes are still the old ones.
+    """Take over the counters that torch has moved for an op that has not run yet (`Rule.counted_first`): no bytes have changed.
 
-    Only where the counter has moved by just these writes. Else something wrote before the op, unseen.
+    Only where a counter has moved by exactly these writes. Otherwise something wrote before the op, unseen.
 
     targets: what the op writes. of_storage: address of a storage -> its version.
     """
@@ -140,7 +140,7 @@ def recount(targets: Sequence[torch.Tensor], of_storage: Mapping[int, StorageVer
 
 
 class View:
-    """A strided window on the storage version with the id `version`. It stands for a tensor argument."""
+    """A strided window on the storage version with the id `version`. A tape keeps it instead of a tensor argument."""
 
     __slots__ = ("conj", "dtype", "neg", "offset", "size", "stride", "version")
 
@@ -154,7 +154,7 @@ class View:
         self.neg = t.is_neg()
 
     def same(self, t: torch.Tensor) -> bool:
-        """Whether `t` is the same window, on any storage."""
+        """Whether `t` is the same window, perhaps on another storage."""
         return (
             t.size() == self.size
             and t.stride() == self.stride
@@ -181,7 +181,7 @@ class View:
 class Call:
     """One recorded op: enough to run it again. It names storage versions by their ids, so that steps can share a call.
 
-    op: orders calls by when they ran.
+    op: the number of the call, in the order in which calls ran.
     func: the overload.
     args, kwargs: its arguments, with a `View` where a tensor was.
     reads: ids of the versions among the arguments.
@@ -214,10 +214,10 @@ class Call:
 class Tape(Generic[H]):
     """One recorded forward pass.
 
-    versions: its storage versions by id. A version that is matched to a tensor of a plan is there under that tensor's id, too.
+    versions: its storage versions by id. A version that is matched to a tensor of a plan is also found by that tensor's id.
     flags: the numeric settings the forward ran under.
-    holding: makes the (empty) record of the bytes that the owner holds of a new version.
-    weak_references: to the storages of the versions; they end with the tape.
+    holding: makes the (empty) record of what the owner holds of a new version.
+    weak_references: weak references to the storages of the versions, released with the tape.
     native: the native engine, where it makes versions and views; None where Python does.
     """
 
@@ -231,19 +231,19 @@ class Tape(Generic[H]):
         self.native = native
 
     def version(self, id: int, t: torch.Tensor, origin: Origin) -> StorageVersion[H]:
-        """A version of a storage, which `t` is on."""
+        """Add a version of the storage that `t` is on."""
         if self.native is None:
             return StorageVersion(id, t, self, origin)
         made: StorageVersion[H] = self.native.version(id, t, origin, self.weak_references)
         return made
 
     def hide(self, call: Call) -> None:
-        """The garbage collector need not look at a call: nothing that it refers to refers back to it."""
+        """Hide a call from the garbage collector: nothing that it refers to refers back to it."""
         if self.native is not None:
             self.native.untrack(call)
 
     def weak(self, storage: torch.UntypedStorage) -> int:
-        """A weak reference to a storage that lasts as long as the tape: its address is not used again before."""
+        """Make a weak reference to a storage that lasts as long as the tape, so that its address is not used again before."""
         reference: int = storage._weak_ref()  # type: ignore[assignment]
         self.weak_references.append(reference)
         return reference

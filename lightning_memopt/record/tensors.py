@@ -1,4 +1,4 @@
-"""Tensors below autograd: which of them can be recorded, aliases of them, and ops that run as outside a dispatch mode."""
+"""Tensors below autograd: which can be recorded, aliases of them, and ops that run as they do outside a dispatch mode."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _COUNTER = DispatchKey.ADInplaceOrView
 
 
 def _own_count() -> int:
-    """The use count of a storage that only its Python object refers to, without the tensor."""
+    """The use count of a storage to which only its Python object refers."""
     t = torch.empty(1)
     cdata = t.untyped_storage()._cdata
     return storage_use_count(cdata) - 1
 
 
 OWN_COUNT = _own_count()
-"""The part of a storage's use count that its own Python object adds; it differs between versions of torch."""
+"""What the Python object of a storage adds to its use count. It differs between versions of torch."""
 
 
 def is_plain(t: torch.Tensor) -> bool:
@@ -32,7 +32,7 @@ def is_plain(t: torch.Tensor) -> bool:
         type(t) in PLAIN
         and t.layout is _STRIDED
         and not (t.is_quantized or t.is_nested or t.is_meta)
-        and not (t.is_inference() or t._is_zerotensor())  # zeros of tangents have no bytes
+        and not (t.is_inference() or t._is_zerotensor())  # the zero tensors of tangents have no bytes
     )
 
 
@@ -46,8 +46,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def detached(t: torch.Tensor) -> torch.Tensor:
-    """An alias of `t` without autograd history, which shares the version counter of `t`. No dispatch mode sees this."""
-    # inside a dispatch mode this key is excluded, and without the key the alias would get a counter of its own
+    """An alias of `t` without autograd history. It shares the version counter of `t`. No dispatch mode sees this."""
+    # a dispatch mode excludes this key, and without the key the alias would get its own counter
     with no_dispatch_modes(), set_excluded_keys(_COUNTER, False):
         return t.detach()
 
@@ -61,7 +61,7 @@ def is_foreign(t: torch.Tensor) -> bool:
 
 
 def conjugating(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The op as it is outside a dispatch mode: inside, its kernel would ignore conjugations (pytorch#198118)."""
+    """Wrap an op to run as outside a dispatch mode, inside which its kernel would ignore conjugations (pytorch#198118)."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with set_excluded_keys(DispatchKey.Conjugate, False), set_excluded_keys(DispatchKey.Negative, False):
@@ -71,9 +71,8 @@ def conjugating(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count_versions(targets: list[torch.Tensor], before: list[int]) -> None:
-    """Count the versions of `targets` whose counters still say what they said `before` they were overwritten.
-
-    Under a dispatch mode, torch does not count them for `_foreach_` ops.
+    """Increment the version counters of those `targets` whose counters have not moved since `before`, although they were
+    overwritten: under a dispatch mode, torch does not count the writes of `_foreach_` ops.
     """
     torch.autograd.graph.increment_version([t for t, v in zip(targets, before, strict=True) if t._version == v])
 

@@ -1,12 +1,12 @@
 """Keep torch.compile away from the functions through which torch and users' code call this package.
 
-Where a compiled region runs something eagerly (a graph break, a layer of torch's own that is compiled by itself), dynamo
-inspects every Python frame that begins below, frames of dispatch modes, hooks and destructors included. It would compile them
-again and again, and fail where they use features that it cannot trace.
+Where a compiled region runs something eagerly (a graph break, a torch layer that is compiled by itself), dynamo inspects every
+Python frame that begins below, including frames of dispatch modes, hooks and destructors. It would compile them again and
+again, and fail where they use features that it cannot trace.
 
-The mark is on the code object, in C, where dynamo keeps its own marks. It costs no time where nothing is compiled, it does not
-need dynamo to be imported, and `torch._dynamo.reset()` leaves it. (`torch.compiler.disable` wraps every call, and imports
-dynamo, which takes seconds.) The mark does not affect code that dynamo traces into.
+A function is marked on its code object, in C, where dynamo keeps its own marks. A mark costs no time where nothing is compiled,
+does not need dynamo to be imported, and survives `torch._dynamo.reset()`. (`torch.compiler.disable` wraps every call, and
+imports dynamo, which takes seconds.) The mark does not affect code that dynamo traces into.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SKIP, _DEFAULT = _dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT
 
 
 MARKED: dict[CodeType, bool] = {}
-"""Code that is marked -> whether the functions that it calls are not compiled, either. Dynamo cannot be asked."""
+"""Marked code -> whether the functions that it calls are left uncompiled, too. Dynamo has no function that tells this."""
 
 
 def _marked(function: F, below: Any) -> F:
@@ -32,10 +32,10 @@ def _marked(function: F, below: Any) -> F:
 
 
 def uncompiled(function: F) -> F:
-    """Decorator: neither the function nor the functions that it calls are compiled where it is called eagerly."""
+    """Decorator: where the function is called eagerly, neither it nor the functions that it calls are compiled."""
     return _marked(function, _SKIP)
 
 
 def uncompiled_itself(function: F) -> F:
-    """Decorator for a function that calls users' code: the function is not compiled, users' code is as before."""
+    """Decorator for a function that calls users' code: the function is not compiled; for users' code nothing changes."""
     return _marked(function, _DEFAULT)

@@ -1,5 +1,5 @@
-"""What is to be undone, as a list of calls. A step undoes twenty things, and `contextlib.ExitStack` calls eight functions of
-Python for each.
+"""A list of calls that undo something: a fast `contextlib.ExitStack`, which makes eight Python calls for each of its callbacks.
+A step undoes twenty things.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ Calls = list[Callable[[], object]]
 
 
 def undo(calls: Calls) -> None:
-    """Make all calls, the last one first; the list is empty afterwards. One that raises, or is interrupted, is made once more,
-    and the others are made all the same: each must be repeatable.
+    """Make all calls, the last one first, and empty the list. A call that raises, or is interrupted, is made once more, and the
+    others are still made. So each call must be repeatable.
     """
     try:
         while calls:
