@@ -1,4 +1,4 @@
-"""Carries out plans: the eager engine (`engine`), parked tensors (parked.py, `codecs`, `tiers`), early updates."""
+"""Carry out plans: the eager engine (`engine`), parked tensors (parked.py, `codecs`, `tiers`) and early updates."""
 
 from lightning_memopt.runtime.engine import (
     Engine,

@@ -1,8 +1,8 @@
-"""Learn when code reads or writes weights, or the optimizer's state, between backward and the optimizer's step.
+"""Notice when code reads or writes weights, or the optimizer's state, between backward and the optimizer's step.
 
-A dispatch mode sees the ops. `p.data` and `p.detach()` are ops, too, so what begins with them is seen: `state_dict()` of the
-model, `p.detach().numpy()`. Not seen is who reads memory without an op: by an alias from before, in another thread, in compiled
-code. Where that writes, or replaces tensors of the state, `Snapshot` tells it afterwards.
+A dispatch mode sees the ops. `p.data` and `p.detach()` are ops, too, so it sees what begins with them: `state_dict()` of the
+model, `p.detach().numpy()`. It does not see code that reads memory without an op: through an older alias, in another thread, or
+in compiled code. If such code writes, or replaces tensors of the state, `Snapshot` shows that afterwards.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from lightning_memopt.record.tensors import conjugating, count_versions
 from lightning_memopt.torch_private import OpOverload, local_tensor
 
 Touched = Callable[[torch.Tensor, bool], None]
-"""Called with a parameter of which the weight or the state is read or written, and whether it is only written."""
+"""Called with a parameter whose weight or state is read or written, and with whether it is only written."""
 
 
 def _state_of(optimizer: optim.Optimizer, p: torch.Tensor) -> list[Any]:
-    """The values of its state. The optimizer's table makes an entry where it is asked for one that it does not have."""
+    """The values of the parameter's state. Only looked up where there is one: a lookup in the table adds an entry."""
     return list(optimizer.state[p].values()) if p in optimizer.state else []
 
 
 class Between(Outside):
-    """The dispatch mode. It is entered beneath all modes, because those of users may begin and end in any order with it.
+    """The dispatch mode. It is entered beneath all others, because the user's modes may begin and end in any order.
 
-    on: it tells of what it sees.
+    on: whether it reports what it sees.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Between(Outside):
         return self._told is not None
 
     def begin(self, optimizer: optim.Optimizer, told: Touched) -> None:
-        """Backward is over: from now on call `told`, before an op runs. Its exceptions are raised to the caller of the op."""
+        """Backward is over: from now on call `told` before each op. Its exceptions are raised to the caller of the op."""
         self.end()
         for p in parameters_of(optimizer):
             for t in map(local_tensor, tensors_in([p, *_state_of(optimizer, p)])):
@@ -52,7 +52,7 @@ class Between(Outside):
         self.enter(beneath=True)
 
     def end(self) -> None:
-        """Tell nothing any more. May be repeated: a mode cannot be left while it handles an op, so then it rests first."""
+        """Stop calling `told`. May be repeated: a mode cannot be left while it handles an op, and is then only switched off."""
         self._told = None
         self._watched.clear()
         self.leave()
@@ -83,7 +83,7 @@ class Between(Outside):
 
 
 class Snapshot:
-    """The weights and the state of parameters at one moment: where their memory is, and the version counters."""
+    """The weights and the state of parameters at one moment: the addresses of their memory, and the version counters."""
 
     def __init__(self, optimizer: optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
         self._optimizer = optimizer
@@ -95,7 +95,7 @@ class Snapshot:
         return values, [(storage_id(t), t._version) for t in tensors if is_plain(t)]
 
     def changed(self) -> bool:
-        """Whether any of them is another one now."""
+        """Whether any address or counter has changed since."""
         for p, values, versions in self._seen:
             now, versions_now = self._look(p)
             if versions != versions_now or len(now) != len(values) or any(a is not b for a, b in zip(now, values, strict=True)):

@@ -5,7 +5,7 @@ Each parameter has a hook that autograd calls when it has accumulated the parame
 with a group of this parameter alone, and frees the gradient. The optimizer is the user's own, with its current learning rate
 and state. `Optimizer.step`, which the user calls later, finds no gradients and updates nothing; its hooks and those of
 schedulers are called once, by that call. session/early_updates.py decides which parameters are updated early, and in which
-steps.
+steps this is done.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_memopt.runtime.zeroing import zeroed
 from lightning_memopt.torch_private import backward_keeps_graph, gradient_of
 
 Completed = Callable[[torch.Tensor], contextlib.AbstractContextManager[None] | None]
-"""Called with a parameter whose gradient is complete: the context of its update, or None."""
+"""Called with a parameter whose gradient is complete. Returns the context of its update, or None."""
 
 ALLOWED: tuple[type[optim.Optimizer], ...] = (
     optim.SGD,
@@ -64,9 +64,9 @@ def refusal(reason: Reason) -> UpdatesInBackwardError:
 
 
 def count_versions(optimizer: optim.Optimizer) -> None:
-    """Count the versions of the weights that the optimizer has just updated: fused kernels do not.
+    """Increment the version counters of the weights that the optimizer has just updated: fused kernels do not.
 
-    By version counters rebuilds learn that a weight has changed.
+    Rebuilds detect changed weights by these counters.
     """
     for group in optimizer.param_groups:
         if group.get("fused"):
@@ -99,9 +99,9 @@ _HOOKED = optim.Optimizer.profile_hook_step(lambda _: None).__code__
 
 
 def step_without_hooks(kind: type[optim.Optimizer]) -> Callable[..., Any] | None:
-    """The step of a class without the wrapper in which torch calls step hooks; None where it is not in that wrapper.
+    """The `step` of a class without the wrapper in which torch calls step hooks; None where it has no such wrapper.
 
-    Torch wraps it when the first optimizer of the class is made: more than once, where threads make one at the same time.
+    Torch wraps it when the first optimizer of the class is made, and more than once if threads make optimizers together.
     """
     step: Any = kind.step
     while getattr(step, "__code__", None) is _HOOKED:
@@ -110,7 +110,7 @@ def step_without_hooks(kind: type[optim.Optimizer]) -> Callable[..., Any] | None
 
 
 def of_optimizers(optimizers: Sequence[optim.Optimizer]) -> list[Reason]:
-    """The reasons, in the optimizers, why no parameter can be updated early."""
+    """The reasons why no parameter of these optimizers can be updated early."""
     if len(optimizers) != 1:
         return [Reason(f"there are {len(optimizers)} optimizers, and one is stepped in backward", "Use one optimizer")]
     (optimizer,) = optimizers
@@ -135,19 +135,19 @@ def of_optimizers(optimizers: Sequence[optim.Optimizer]) -> list[Reason]:
 
 
 class EarlyUpdates:
-    """Updates parameters of `optimizer` during the backward that runs in `backward`.
+    """Updates parameters of `optimizer` in backward, within the context `backward`.
 
-    optimizer: the user's.
+    optimizer: the user's optimizer.
     updated: identities of the parameters that this step has updated already. A second gradient for such a parameter is an
         error: it comes from a backward that should not have followed.
-    halfway: the number of parameters that were updated when a step raised an error; 0 where none has.
-    loaded: a checkpoint was loaded into the optimizer after these updates.
-    over: the optimizer's step is not waited for: it has come, though a hook raised in it, or a checkpoint was loaded instead.
+    halfway: number of parameters that had been updated when a step raised an error; 0 where no step has.
+    loaded: whether a checkpoint was loaded into the optimizer after these updates.
+    over: whether no optimizer step is expected: it has come (a hook may have raised in it), or a checkpoint was loaded.
     freed: identities of the parameters whose gradients were freed in backward, and not zeroed since.
-    cleared: gradients were zeroed since the last step.
-    kept: gradients were set to zero in place, so they are there in the next step.
-    written: weights or state of these parameters were written after their updates. An error only where a step follows: a
-        checkpoint may be loaded instead, first into the model.
+    cleared: whether gradients were zeroed since the last step.
+    kept: whether gradients were set to zero in place, so that they still exist in the next step.
+    written: whether weights or state of these parameters were written after their updates. It is an error only if a step
+        follows: a checkpoint may be loaded instead, first into the model.
     """
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
@@ -180,16 +180,16 @@ class EarlyUpdates:
         buckets: Reduced | None = None,
         reduced: Callable[[], None] | None = None,
     ) -> Iterator[None]:
-        """The last backward before the optimizer's step runs within.
+        """A context for the last backward before the optimizer's step.
 
         `final(p)` is called when the gradient of `p` is complete. If it returns a context, `p` is updated within that context;
         if it returns None, `p` is not updated. `read(p)` is called when somebody reads the gradient of a `p` that was not
-        updated, after this backward and before the step. `touched(p, writes)` is called when an op then reads or writes the
-        weight or the state of any `p`, or a checkpoint is made of the state. `buckets`: where gradients are reduced over
-        processes; they are complete then. `reduced()` is called when all buckets are.
+        updated, after this backward and before the step. `touched(p, writes)` is called in that time when an op reads or
+        writes the weight or the state of any `p`, or a checkpoint is made of the state. `buckets`: reduces gradients over
+        processes, after which they are complete. `reduced()` is called when all buckets are reduced.
 
-        Raises UpdatesInBackwardError to a reader of the gradient of a parameter that was updated, and where an updated
-        parameter gets another gradient.
+        Raises UpdatesInBackwardError to code that reads the gradient of an updated parameter, and where an updated parameter
+        gets another gradient.
         """
         self.step_ended()
         self._listen()
@@ -197,7 +197,7 @@ class EarlyUpdates:
         self._groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
         self._options = _options_of(self.optimizer)
         params = parameters_of(self.optimizer)
-        # in every step: so these hooks run after the user's, which see the gradient, and no copy of the model gets them
+        # registered in every step, to run after the user's hooks, which see the gradient; copies of the model do not get them
         self._handles = [p.register_post_accumulate_grad_hook(self._hook) for p in params if p.requires_grad and p.is_leaf]
         self._handles.append(self.optimizer.register_load_state_dict_post_hook(self._loads))
         self._handles.append(self.optimizer.register_state_dict_pre_hook(partial(self._saves, touched)))
@@ -212,7 +212,7 @@ class EarlyUpdates:
                     "The model is in the middle of a step: restore a checkpoint before training goes on.",
                     stacklevel=2,
                 )
-                if "modified by an inplace operation" in str(error):  # autograd found it, and says not by whom
+                if "modified by an inplace operation" in str(error):  # autograd does not say what modified it
                     warnings.warn(
                         "MemOpt: the tensor that was modified may be a weight that was updated in this backward, and that a "
                         "branch of the loss beside the model's forward still needed. Make that branch in the first steps, too, "
@@ -223,7 +223,7 @@ class EarlyUpdates:
             raise
         finally:
             self._final, self._reduced = None, frozenset()
-            while self._in_buckets:  # when the wrapper has copied all buckets back: it would copy into a new gradient
+            while self._in_buckets:  # not before the wrapper has copied the buckets back, into them
                 self._in_buckets.pop().grad = None
         self._reading.enter_context(reads_of_gradients(partial(self._read, read)))
         self._before_step = Snapshot(self.optimizer, [p for p in params if id(p) in self.updated or not self.updated])
@@ -243,7 +243,7 @@ class EarlyUpdates:
         )
 
     def stop_reading(self) -> None:
-        """From now on anybody may read gradients, weights and state."""
+        """From now on, code may read gradients, weights and state."""
         self._reading.close()
         self._between.end()
 
@@ -253,25 +253,25 @@ class EarlyUpdates:
         return any(a.keys() != b.keys() or not all(_same(a[k], b[k]) for k in a) for a, b in groups)
 
     def touched(self) -> bool:
-        """Whether the weight or the state of a parameter that was updated, or of any where none was, has changed since the
-        backward.
+        """Whether the weight or the state of an updated parameter has changed since the backward; where none was updated, of
+        any parameter.
         """
         return self.written or self._before_step.changed()
 
     def given(self) -> bool:
-        """Whether a parameter that was updated has a gradient again, one that the user set."""
+        """Whether the user has set a gradient for a parameter that was updated."""
         return any(id(p) in self.updated and gradient_of(p) is not None for p in parameters_of(self.optimizer))
 
     def _listen(self) -> None:
-        """From now on learn of `zero_grad`, until the run ends: the calls come after the step."""
+        """Listen to `zero_grad` until the run ends, because it is called after the step."""
         if not self._listens:
             self._zeroing.enter_context(zeroed(self._zeroed))
             self._listens = True
         self.cleared = False
 
     def _zeroed(self, parameters: list[torch.Tensor], to_none: bool) -> None:
-        """These gradients were zeroed. Zeros in place move a parameter, by its momentum, also in a step that does not use it:
-        so they are made for gradients that were freed in backward.
+        """These gradients were zeroed. A gradient of zeros moves a parameter by its momentum, even in a step that does not use
+        it. So where gradients are zeroed in place, those that were freed in backward are made anew as zeros.
         """
         ours = set(map(id, parameters_of(self.optimizer))).intersection(map(id, parameters))
         self.cleared = self.cleared or bool(ours)
@@ -282,7 +282,7 @@ class EarlyUpdates:
         self.freed -= ours
 
     def given_up(self) -> None:
-        """The step will not end. Parameters that were updated stay so, and `halfway` says how many."""
+        """The step will not end. Updated parameters stay updated, and `halfway` says how many they are."""
         self.halfway = self.halfway or len(self.updated)
         self.step_ended()
         self.freed.clear()
@@ -294,19 +294,19 @@ class EarlyUpdates:
         self.stop_reading()
         while self._handles:
             self._handles.pop().remove()
-        if self.updated and not self.over:  # it is given up, and its gradients with it
+        if self.updated and not self.over:  # the step is given up, and so are its gradients
             self.freed.clear()
         self.updated.clear()
         self.loaded = self.over = self.written = False
         self._groups, self._options, self._before_step = {}, [], Snapshot(self.optimizer, ())
 
     def _loads(self, _: optim.Optimizer) -> None:
-        """A checkpoint is loaded. (No hook can be removed here: torch is going through them.)"""
+        """A checkpoint is loaded. (No hook can be removed here, because torch iterates over them.)"""
         self.stop_reading()
         self.loaded = self.over = bool(self.updated)
 
     def _saves(self, touched: Touched, _: optim.Optimizer) -> None:
-        """A checkpoint of the state is made: no op reads it now."""
+        """A checkpoint of the state is made, which no op shows."""
         for p in parameters_of(self.optimizer) if self._between.on else ():
             touched(p, False)
 
@@ -337,7 +337,7 @@ class EarlyUpdates:
                 p.grad = None
 
     def full(self, p: torch.Tensor, view: torch.Tensor) -> Callable[[], None] | None:
-        """As `reduced.Full`. A parameter without a gradient of its own may have one on another rank: its update is usual."""
+        """See `reduced.Full`. A parameter without a gradient here may have one on another rank, and is updated as usual."""
         if id(p) not in self._complete or self._final is None or p.grad is None:
             return None
         if id(p) not in self._laid_out:  # the strides of a parameter may have changed since it was wrapped
@@ -347,7 +347,7 @@ class EarlyUpdates:
         context = self._final(p)
         if context is None:
             return None
-        p.grad = view  # frees its own gradient
+        p.grad = view  # frees the old gradient
         self._in_buckets.append(p)
         return partial(self._update_in, context, p)
 
@@ -364,5 +364,5 @@ class EarlyUpdates:
             self._raw(optimizer)
         finally:
             optimizer.param_groups = groups
-        if p._version == version:  # a fused kernel: it counts no versions, by which readers of saved tensors see the change
+        if p._version == version:  # fused kernels do not move the counter that shows the change
             torch.autograd.graph.increment_version(p)

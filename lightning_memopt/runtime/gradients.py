@@ -1,7 +1,7 @@
-"""Learn when Python code reads gradients of parameters: clipping, logging, the user's own code.
+"""Notice when Python code reads gradients of parameters: clipping, logging, the user's own code.
 
-`Parameter.grad` is a property while somebody listens. Autograd and kernels do not read gradients through Python, so their reads
-are not seen.
+`Parameter.grad` is a property while there is a listener. Autograd and kernels do not read gradients through Python, so their
+reads are not seen.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SEAM = property(_read, _write, _delete)
 
 
 def _settle() -> None:
-    tensor = sys.modules.get("torch.distributed.tensor")  # not imported: there are no sharded parameters
+    tensor = sys.modules.get("torch.distributed.tensor")  # if it is not imported, there are no sharded parameters
     with _lock:
         for cls in (nn.Parameter, getattr(tensor, "DTensor", nn.Parameter)):  # a sharded parameter is no instance of the first
             if _listeners:

@@ -1,23 +1,23 @@
 """Tensors that are parked between forward and backward: in a tier, encoded on the device, or encoded in a tier.
 
-The bytes of a storage are parked once, however often autograd saves it. The plan decides what the life of a tensor is; this
-file moves its bytes out and back. Rules of lifetimes, each with a test (tests/cpu/parking/test_away.py, test_away_changes.py,
+The bytes of a storage are parked once, however often autograd saves it. The plan decides the lives of a tensor; this file moves
+its bytes out and back. Rules of lifetimes, each with a test (tests/cpu/parking/test_away.py, test_away_changes.py,
 test_hazards_i.py and test_hazards_j.py; A8: tests/gpu/test_away_cuda.py):
 
-A1. The device bytes are held until the copy out has ended (`wait_copied`), whoever else lets go of them before.
-A2. Bytes that are about to be overwritten, or handed out as raw memory, wait for their copy first. Bytes that changed unseen
-    before their copy had ended are not read from there.
-A3. The version counter that autograd compares is that of the tensor it saved, not that of the tensor that comes back.
-A4. A copy in a tier stays until autograd has let go of every handle on it: a second backward fetches again.
-A5. A value that a codec gives back is shown to autograd only, where it is not bit-identical: no rebuild starts from it. It is
-    shown only to the saves for which the plan has it: a save of another op, in a forward that deviates from the plan, is kept
-    as it is. It is not read outside of backward; where it is lossy, not with `create_graph` either.
-A6. An exception on the way leaves nothing behind: bytes in tiers go with the last reference to this object. A copy back that
-    failed, or was not waited for to its end, begins anew when somebody asks next.
-A7. Bytes that are encoded on the device go when they are decoded for the last time, where backward takes its observed order
-    and its graph is not retained. From then on the decoded value stays until autograd has let go of every handle on it.
-A8. Streams are asked for at every step of the way: a backward node runs on the stream of its forward. Where two steps are on
-    different streams, they are put in order.
+A1. The device bytes are held until the copy out has ended (`wait_copied`), even if everything else lets go of them before.
+A2. Before bytes are overwritten, or handed out as raw memory, their copy must end. If bytes changed unseen before that, the
+    copy is not used.
+A3. Autograd compares the version counter of the tensor that it saved, not that of the tensor that comes back.
+A4. A copy in a tier stays until autograd has released every handle on it, so that a second backward can fetch it again.
+A5. A decoded value that is not bit-identical is given only to autograd, and no rebuild starts from it. It is given only for the
+    saves for which the plan has chosen the codec: a save of another op, in a forward that deviates, is kept as it is. It cannot
+    be read outside of backward, and a lossy one cannot be read with `create_graph` either.
+A6. An exception leaves nothing behind: bytes in tiers are freed with the last reference to this object. A copy back that
+    failed, or whose wait was interrupted, begins anew at the next request.
+A7. Bytes that are encoded on the device are freed when they are decoded for the last time, if backward runs in the observed
+    order and its graph is not retained. From then on the decoded value stays until autograd has released every handle on it.
+A8. Each operation looks up the current stream, because a backward node runs on the stream of its forward. If two operations are
+    on different streams, the later one waits for the earlier one.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from lightning_memopt.runtime.codecs import codec
 from lightning_memopt.runtime.tiers import Stopwatch, Stored, Tier
 
 _UNTIMED, _TIMED = 2, 8
-"""Where times are between events of a device: the first forwards, which are not like the others, then those that are timed."""
+"""On a device, whose times are taken between events: number of first forwards that are not timed, then of those that are."""
 
 
 def whole(t: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
-    """A tensor that fills the storage of `t`: itself, or of this size where that fits, else in one dimension."""
+    """A tensor that fills the storage of `t`: `t` itself, or one of this size if that fits, else a 1-D tensor."""
     if fills(t):
         return t
     n = t.untyped_storage().nbytes() // t.element_size()
@@ -57,15 +57,15 @@ def whole(t: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
 class Depot:
     """The tiers of one plan, and how much went through them.
 
-    tiers: by name. They have room for one forward.
-    forwards: how many forwards began under the plan.
-    timed: how many of these are timed: on the host's clock all, on a device a few (nobody waits for its events, but each of
-        them takes time).
+    tiers: name -> tier. They have room for one forward.
+    forwards: number of forwards that began under the plan.
+    timed: number of these that are timed: all by the host's clock, a few on a device (nothing waits for its events, but each
+        event takes time).
     moved_nbytes: bytes that all forwards moved, out and back.
-    waited: how long the timed steps waited for copies.
-    coded: how long codecs ran in the timed steps.
-    more: makes another tier of a name, for forwards that begin before the backward of an earlier one has ended.
-    others: those that `more` made, by name.
+    waited: seconds that the timed steps waited for copies.
+    coded: seconds that codecs ran in the timed steps.
+    more: makes another tier of a name, for a forward that begins before the backward of an earlier one has ended.
+    others: name -> the tiers that `more` made.
     """
 
     tiers: Mapping[str, Tier] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Depot:
         return iter((*self.tiers.values(), *(tier for _, tier in self.others)))
 
     def store(self, name: str, t: torch.Tensor, what: str) -> Stored:
-        """In a tier of this name, a further one where those there are full. Raises OffloadError."""
+        """Store `t` in a tier of this name, or in a further one if those are full. Raises OffloadError."""
         for tier in (self.tiers[name], *(tier for other, tier in self.others if other == name)):
             try:
                 return tier.store(t, what)
@@ -103,7 +103,7 @@ class Depot:
 
     @property
     def copied_seconds(self) -> float:
-        """How long copies took: of the tier's file, or of the device."""
+        """Seconds that copies took, by the tier's file or by the device."""
         return sum(watch.seconds for watch in (*self._copied, *(tier.copied for tier in self)))
 
     @property
@@ -112,7 +112,7 @@ class Depot:
         return sum(tier.used_nbytes for tier in self)
 
     def retire(self) -> None:
-        """Nothing more is parked here. A tier that still has bytes lives until the last of them go."""
+        """Park nothing more here. A tier that still has bytes is closed when the last of them are freed."""
         self._copied += tuple(tier.copied for tier in self)
         for tier in self:
             if not tier.used_nbytes:
@@ -127,12 +127,13 @@ class Depot:
 class ParkedTensor:
     """The bytes of one storage while they are parked. `t` fills its storage; `what` names it in errors.
 
-    exact: what comes back is bit-identical.
-    lossy: a codec gives back other values (`exact` is False for some lossless codecs, too: only readers cannot tell).
-    copied: the device bytes are not read any more: they are encoded, or their copy has ended.
-    spent: they were decoded for the last time.
-    shown: the value that a codec gave back where it is not bit-identical, for autograd alone.
-    expected: what the version counter of `shown` must say.
+    exact: whether the tensor comes back bit-identical.
+    lossy: whether the codec changes gradients. (A lossless codec may be not `exact` if the one op that reads its value gives the
+        same result.)
+    copied: whether the device bytes are not read any more, because they are encoded, or their copy has ended.
+    spent: whether they were decoded for the last time.
+    shown: a decoded value that is not bit-identical, for autograd alone.
+    expected: the version counter that `shown` must have.
 
     Call everything below autograd, with dispatch modes off.
     """
@@ -164,42 +165,42 @@ class ParkedTensor:
             depot.moved_nbytes += self._nbytes
 
     def wait_copied(self) -> None:
-        """Returns when the bytes on the device may go, or be overwritten: on the current stream, whoever waited before."""
+        """Returns when the bytes on the device may be freed or overwritten by work on the current stream."""
         if self._stored is not None:
             now = current_stream(self._device)
             with self._depot.waited.running(now):
                 self._stored.wait_stored()
             if self._stored_on != now:
-                now.synchronize()  # A8: then it does not matter whose memory it is
+                now.synchronize()  # A8: for memory of any stream
             self._bytes, self.copied = None, True
 
     def begin_fetch(self) -> None:
-        """Begin to bring the bytes back, where they are not on the device."""
+        """Begin to bring the bytes back, if they are not on the device."""
         if self._stored is not None and self._arriving is None:
             self._begun_on = current_stream(self._device)
             arriving = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
             with spans.transfer("fetch", self._nbytes):
                 self._stored.fetch(arriving)
-            self._arriving = arriving  # not before: where the tier refuses, nothing comes
+            self._arriving = arriving  # set last: if the tier refuses, nothing will arrive
             self._depot.moved_nbytes += self._nbytes
 
     def cancel_fetch(self) -> None:
-        """The bytes that have begun to come back are not wanted now."""
+        """Drop the bytes that have begun to come back."""
         self._arriving = None
 
     def spend(self) -> None:
-        """Bytes that are encoded on the device were decoded for the last time. Of bytes in a tier only the value is on the
-        device.
+        """The bytes were decoded for the last time: free them if they are encoded on the device. (Bytes in a tier take nothing
+        there.)
         """
         if self._stored is None:
             self._bytes, self.spent = None, True
 
     def value(self) -> torch.Tensor:
-        """The tensor, on new memory; waits for it."""
+        """The tensor, in new memory. Waits for the copy."""
         self.begin_fetch()
         bytes_ = self._bytes
         if self._stored is not None:
-            # where the copy fails or the wait is interrupted, it begins anew (A6)
+            # if the copy fails or the wait is interrupted, the next call begins anew (A6)
             bytes_, self._arriving = self._arriving, None
             with self._depot.waited.running(current_stream(self._device)), spans.transfer("wait for", self._nbytes):
                 self._stored.wait_fetched()
@@ -217,7 +218,7 @@ class ParkedTensor:
         return empty.set_(bytes_.untyped_storage(), 0, self._size, self._stride)
 
     def in_order(self, shown: torch.Tensor) -> None:
-        """A8: the current stream may read what `value` gave, and its memory is not used again before."""
+        """A8: let the current stream read a result of `value`. Its memory is not reused before that."""
         now = current_stream(self._device)
         if now != self._read_on:
             now.wait_stream(self._read_on)

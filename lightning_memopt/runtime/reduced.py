@@ -1,14 +1,14 @@
 """Early updates under DistributedDataParallel: a bucket of gradients is reduced, then the parameters of the bucket are updated.
 
-A hook of a parameter comes too early there: its gradient is that of this process alone. So the updates are made in the
-communication hook of the wrapper. The hook reduces a bucket exactly as the wrapper does by itself: it multiplies by
-1/processes and sums up. While a bucket is on its way, backward goes on; when the next bucket is full, or backward ends, the
-parameters of the one before are updated. All updates are made in the thread of backward, in the order of the buckets.
+A hook of a parameter would come too early: its gradient is still that of this process alone. So the updates are made in the
+communication hook of the wrapper. The hook reduces a bucket exactly as the wrapper would: it multiplies by 1/processes and
+sums up. While a bucket is being reduced, backward goes on. When the next bucket is full, or backward ends, the parameters of
+the previous bucket are updated. All updates are made in the thread of backward, in the order of the buckets.
 
-The wrapper copies each gradient into its bucket, and back when backward ends. A parameter that is updated early needs no copy:
-its gradient becomes a view of the bucket, and the memory of its own gradient is freed when the bucket is full.
+The wrapper copies each gradient into its bucket, and back when backward ends. A parameter that is updated early is not copied
+back: its gradient becomes a view of the bucket, and the memory of its own gradient is freed when the bucket is full.
 
-Torch has no way to take a communication hook off. After the run, the hook does what the wrapper did by itself.
+Torch cannot remove a communication hook. After the run, the hook does what the wrapper would do without it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ bucket is reduced, or None.
 
 
 class Reduced:
-    """The communication hook of one wrapper, of which there is one as long as the wrapper lives."""
+    """The communication hook of one wrapper. It stays as long as the wrapper."""
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         self._wrapper = weakref.ref(wrapper)
@@ -47,7 +47,7 @@ class Reduced:
 
     @contextlib.contextmanager
     def told(self, full: Full, reduced: Callable[[], None] | None = None) -> Iterator[None]:
-        """Around one backward: call `full` for the parameters of each bucket. `reduced()` is called when all are reduced,
+        """Within (one backward), call `full` for the parameters of each bucket, and `reduced()` when all buckets are reduced,
         before the wrapper copies them back.
         """
         self._full, self._reduced, self._begun, self._waiting = full, reduced, False, None
@@ -81,13 +81,13 @@ class Reduced:
         assert work is not None, "this process belongs to the group"
         if updates:
             self._waiting = work, updates
-        if bucket.is_last() and current_node() is None:  # static_graph=True: in the first backward, all buckets come after it
+        if bucket.is_last() and current_node() is None:  # static_graph=True: all buckets come after the first backward
             self._all_reduced()
         summed: Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
         return summed
 
     def _arrived(self) -> None:
-        """Wait for the bucket that is on its way, and update its parameters."""
+        """Wait until the current bucket is reduced, and update its parameters."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             work, updates = waiting
@@ -119,7 +119,7 @@ class Reduced:
 
 
 def _laid_out(gradient: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """A gradient of a bucket with the strides that the wrapper gives it: those of `p` where its memory has no holes."""
+    """A gradient of a bucket with the strides that the wrapper gives it: those of `p` if its memory has no gaps."""
     if p.is_contiguous() or torch.empty_like(p, device="meta").stride() != p.stride():
         return gradient
     return gradient.as_strided(p.size(), p.stride(), gradient.storage_offset())

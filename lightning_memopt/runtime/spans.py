@@ -1,7 +1,7 @@
-"""Spans of a planned step in the trace of torch's profiler, where one is running: rebuilds, parking, fetches and waits.
+"""Spans of a planned step in the trace of torch's profiler, if one runs: rebuilds, parking, fetches and waits.
 
-`torch.profiler.profile(...)` around planned steps and `export_chrome_trace` show them by name beside torch's own ops. Without a
-profiler a span costs one question to torch.
+`torch.profiler.profile(...)` around planned steps and `export_chrome_trace` show them by name next to torch's own ops. Without
+a profiler a span costs one call to torch, which asks whether one runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def segment(graph: Graph, steps: Segment | None) -> contextlib.AbstractContextManager[Any]:
-    """Around a segment: which module's ops run again, and how many; how many fetches begin."""
+    """The span of a segment. It says which modules' ops run again, how many, and how many fetches begin."""
     if steps is None or not profiler_is_on():
         return _NOTHING
     ops = [step.op for step in steps if isinstance(step, Rebuild)]
@@ -34,7 +34,7 @@ def segment(graph: Graph, steps: Segment | None) -> contextlib.AbstractContextMa
 
 
 def transfer(what: str, nbytes: int) -> contextlib.AbstractContextManager[Any]:
-    """Around the beginning of a copy, or the wait for it: "park", "fetch", "wait for"."""
+    """The span of the beginning of a copy, or of the wait for it: "park", "fetch", "wait for"."""
     return _span(f"{what} {format_nbytes(nbytes)}") if profiler_is_on() else _NOTHING
 
 

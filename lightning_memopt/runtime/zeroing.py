@@ -1,4 +1,4 @@
-"""Learn of calls of `zero_grad`, of optimizers and modules, while somebody listens."""
+"""Tell listeners of calls of `zero_grad`, of optimizers and modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn, optim
 from lightning_memopt.record import Seams, parameters_of, uncompiled
 
 Zeroed = Callable[[list[torch.Tensor], bool], None]
-"""Called with parameters, and whether their gradients are None now; else they were set to zero in place."""
+"""Called with parameters, and with whether their gradients are None now (otherwise they were set to zero in place)."""
 
 
 def _telling(original: Callable[..., Any], parameters: Callable[[Any], list[torch.Tensor]]) -> Callable[..., Any]:
@@ -35,5 +35,5 @@ _seams: Seams[Zeroed] = Seams(
 
 
 def zeroed(told: Zeroed) -> Any:
-    """A context: within, `told` is called after gradients were zeroed."""
+    """Within, call `told` after gradients were zeroed."""
     return _seams.listening(told)

@@ -37,7 +37,7 @@ bool is_as_planned(const Backward& backward) {
   PyObject* const guard = backward.guard.ptr();
   PyObject* const deviation = cursor_slots.deviation.get(backward.cursor.ptr());
   return deviation_slots.first.get(deviation) == Py_None && deviation_slots.out_of_order.get(deviation) == Py_False &&
-      PyList_GET_SIZE(guard_slots.until.get(guard)) == 0 && PyDict_GET_SIZE(guard_slots.stands.get(guard)) == 0 &&
+      PyList_GET_SIZE(guard_slots.until.get(guard)) == 0 && PyDict_GET_SIZE(guard_slots.stand_ins.get(guard)) == 0 &&
       PyList_GET_SIZE(backward.due.ptr()) == 0;
 }
 

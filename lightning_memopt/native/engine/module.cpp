@@ -77,7 +77,7 @@ PyObject* make_forward(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// packing(of_storage, cursor, names, tracked, parked, outdated, unkept, packs, packs_here, labels, stands, packed): for `pack`.
+// packing(of_storage, cursor, names, tracked, parked, packed_then_overwritten, dropped_at_pack, packs, packs_here, labels, stand_ins, packed): for `pack`.
 PyObject* make_packing(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   const auto all = pybind11::reinterpret_borrow<pybind11::tuple>(args);

@@ -101,7 +101,7 @@ bool know(PyObject* objects) {
       find(objects, "Matcher", &m.type, {FIELD(m, native), FIELD(m, templates), FIELD(m, capturing)}) &&
       find(objects, "Cursor", &p.type, {FIELD(p, position), FIELD(p, lost), FIELD(p, point), FIELD(p, fence), FIELD(p, deviation)}) &&
       find(objects, "PlanDeviation", &d.type, {FIELD(d, first), FIELD(d, out_of_order)}) &&
-      find(objects, "Guard", &g.type, {FIELD(g, stands), FIELD(g, until)}) &&
+      find(objects, "Guard", &g.type, {FIELD(g, stand_ins), FIELD(g, until)}) &&
       find(objects, "Turns", &turns_slots.type, {FIELD(turns_slots, next)}) &&
       take(objects, "RECORDED", &constants.recorded) && take(objects, "EMPTY", &constants.empty) &&
       take(objects, "EXTERNAL", &constants.external) && take(objects, "NO_CLAIM", &constants.no_claim) &&

@@ -68,7 +68,7 @@ struct DeviationSlots {
 };
 struct GuardSlots {
   PyObject* type;
-  Slot stands, until;
+  Slot stand_ins, until;
 };
 struct TurnsSlots {
   PyObject* type;

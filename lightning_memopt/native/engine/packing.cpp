@@ -49,7 +49,7 @@ py::object pack(const Packing& packing, py::handle engine, const at::Tensor& t) 
   PyObject* const holding = version_slots.holding.get(v);
   PyObject* const tensor = holding_slots.tensor.get(holding);
   const bool external = version_slots.origin.get(v) == constants.external;
-  if (PyDict_GET_SIZE(packing.stands.ptr()) > 0 || !is_current(v, t)) return python;
+  if (PyDict_GET_SIZE(packing.stand_ins.ptr()) > 0 || !is_current(v, t)) return python;
   if (tensor == Py_None) return external ? keep() : python;
   if (has(packing.parked.ptr(), tensor)) return python;
 
@@ -58,9 +58,9 @@ py::object pack(const Packing& packing, py::handle engine, const at::Tensor& t) 
   if (external || version_slots.next.get(v) != Py_None || !has(packing.tracked.ptr(), tensor)) return keep();
   if (save == kBefore && !parked) return keep();
   if (holding_slots.value.get(holding) == Py_None && !parked) {
-    if (has(packing.outdated.ptr(), tensor)) {
+    if (has(packing.packed_then_overwritten.ptr(), tensor)) {
       hold(holding, t);  // a later version is held and read in its place; this one is read if it is not overwritten in this step
-    } else if (!is_rebuildable(v) || !has(packing.unkept.ptr(), tensor)) {
+    } else if (!is_rebuildable(v) || !has(packing.dropped_at_pack.ptr(), tensor)) {
       return keep();
     }
   }

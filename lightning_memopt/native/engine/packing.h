@@ -8,7 +8,7 @@ namespace memopt {
 // What the packing of one forward works on; no reference to its engine.
 struct Packing {
   pybind11::dict of_storage;
-  pybind11::object cursor, names, tracked, parked, outdated, unkept, packs, packs_here, labels, stands, packed;
+  pybind11::object cursor, names, tracked, parked, packed_then_overwritten, dropped_at_pack, packs, packs_here, labels, stand_ins, packed;
 };
 
 // A `Kept` or a `Handle`; None if the tensor must be packed in Python, and nothing has been done. Not for transforms of functorch.

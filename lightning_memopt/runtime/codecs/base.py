@@ -1,9 +1,8 @@
-"""The interface of codecs. A codec writes a tensor's values into fewer bytes, whose number is known before the values are.
+"""The interface of codecs. A codec writes a tensor's values into fewer bytes, and their number does not depend on the values.
 
 A codec works on a tensor in the order of its memory (`flat`). So it takes any dense order of strides, and the number of encoded
-bytes depends on neither strides nor values. It keeps no state, draws no random numbers, and calls plain aten ops chunk by
-chunk. So it can run below autograd and outside dispatch modes (`record/below.py`), on any device, with a workspace of a few
-MiB.
+bytes does not depend on strides. It keeps no state, draws no random numbers, and calls plain aten ops chunk by chunk. So it can
+run below autograd and outside dispatch modes (`record/below.py`), on any device, with a workspace of a few MiB.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ SLACK_NBYTES = 1 << 14
 class Codec(Protocol):
     """A way to store tensors in fewer bytes.
 
-    name: by which plans name the codec.
-    exact: whether a decoded tensor has the same bits, or the same effect on the one reader that the codec is for.
+    name: the name of the codec in plans.
+    exact: whether a decoded tensor has the same bits, or the same effect on the op that the codec is meant for.
     """
 
     @property
@@ -36,13 +35,13 @@ class Codec(Protocol):
     def exact(self) -> bool: ...
 
     def accepts(self, size: tuple[int, ...], dtype: torch.dtype) -> bool:
-        """Whether the codec can encode such a tensor, in fewer bytes than the tensor has."""
+        """Whether the codec can encode a tensor of this size and dtype in fewer bytes than it has."""
 
     def encoded_nbytes(self, size: tuple[int, ...], dtype: torch.dtype) -> int:
         """The number of bytes that `encode` writes, for any values."""
 
     def workspace_nbytes(self, size: tuple[int, ...], dtype: torch.dtype) -> int:
-        """The most bytes that `encode` or `decode` allocates beyond `out`."""
+        """Maximum number of bytes that `encode` or `decode` allocates in addition to `out`."""
 
     def encode(self, t: Tensor, out: Tensor) -> None:
         """Write the encoded bytes of `t`, which is dense (a permutation of contiguous), into all of `out`: uint8
@@ -57,9 +56,9 @@ class Codec(Protocol):
 
 
 def in_memory(t: Tensor) -> list[int]:
-    """The sizes of `t` from the outermost dimension in memory to the innermost, without those of size 1.
+    """The sizes of `t` from the outermost dimension in memory to the innermost, without sizes of 1.
 
-    Raises `UnsupportedError` where there are gaps or overlaps in memory.
+    Raises `UnsupportedError` if `t` has gaps or overlaps in memory.
     """
     dims = sorted(((stride, n) for stride, n in zip(t.stride(), t.shape, strict=True) if n != 1), reverse=True)
     expected = 1
@@ -74,19 +73,19 @@ def in_memory(t: Tensor) -> list[int]:
 
 
 def flat(t: Tensor) -> Tensor:
-    """The values of a dense tensor in the order of its memory: an alias, 1-D."""
+    """A 1-D alias of a dense tensor, in the order of its memory."""
     in_memory(t)
     return t.as_strided((t.numel(),), (1,))
 
 
 def chunks(count: int, step: int) -> Iterator[tuple[int, int]]:
-    """(begin, end) of consecutive ranges, of at most `step` each, that together are `0 .. count`."""
+    """(begin, end) of consecutive ranges, each at most `step` long, that together cover `0 .. count`."""
     for begin in range(0, count, step):
         yield begin, min(begin + step, count)
 
 
 def check(codec: Codec, t: Tensor, encoded: Tensor) -> None:
-    """Raise `UnsupportedError` where `encoded` does not have the form for the encoded bytes of `t`."""
+    """Raise `UnsupportedError` if `encoded` cannot hold the encoded bytes of `t`: wrong size, dtype or layout."""
     size, expected = tuple(t.shape), codec.encoded_nbytes(tuple(t.shape), t.dtype)
     if encoded.dtype is not torch.uint8 or encoded.shape != (expected,) or not encoded.is_contiguous():
         raise UnsupportedError(

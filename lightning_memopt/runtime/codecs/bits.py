@@ -1,4 +1,4 @@
-"""One bit an element, for tensors whose readers only ask yes or no: masks, and feature maps of ReLU.
+"""One bit an element, for tensors of which readers need only one bit an element: masks, and feature maps of ReLU.
 
 Source: Jain et al., *Gist* (ISCA 2018), binarize; Zheng et al., *Echo* (ISCA 2020), section V-C.
 """
@@ -15,11 +15,11 @@ from lightning_memopt.runtime.codecs.base import FLOATS, SLACK_NBYTES, check, ch
 from lightning_memopt.units import ceil_div, round_up
 
 CHUNK = 1 << 19
-"""Elements at a time, a multiple of 8."""
+"""Number of elements that are coded at a time, a multiple of 8."""
 _EACH = 0x0101010101010101  # bit 0 of each byte
-_GATHER = 0x0102040810204080  # a factor: of eight bytes of 0 or 1, byte i becomes bit 56 + i; no two terms overlap, so no carry
+_GATHER = 0x0102040810204080  # factor: moves byte i, of eight bytes of 0 or 1, to bit 56 + i, without a carry
 _PICK = 0x8040201008040201 - (1 << 64)  # bit i of byte i
-_CARRY = 0x00406070787C7E7F  # a summand: bit 7 of byte i becomes 1 where bit i of it is 1
+_CARRY = 0x00406070787C7E7F  # summand that sets bit 7 of byte i where its bit i is 1
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Bits:
         return ceil_div(math.prod(size), 8)
 
     def workspace_nbytes(self, size: tuple[int, ...], dtype: torch.dtype) -> int:
-        return min(round_up(math.prod(size), 8), 2 * CHUNK) + SLACK_NBYTES  # 2: the last chunk's is still there
+        return min(round_up(math.prod(size), 8), 2 * CHUNK) + SLACK_NBYTES  # 2: that of the previous chunk is not freed yet
 
     def encode(self, t: Tensor, out: Tensor) -> None:
         check(self, t, out)

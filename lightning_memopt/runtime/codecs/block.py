@@ -2,9 +2,9 @@
 
 The codec is of the ZFP family (Lindstrom, *Fixed-rate compressed floating-point arrays*, TVCG 2014): it uses ZFP's lifted,
 nearly orthogonal transform along both sides of a block, has one scale a block, and gives bits first to the coefficients of low
-sequency. ZFP's embedded coding reads its bits one after the other. Instead of that, each block names one of 16 tables of bits
-a coefficient (`block_tables`), and the step that all its coefficients are rounded to. The rate is the same, and every value is
-coded independently of the others.
+sequency. ZFP's embedded coding reads its bits one after the other. Here, instead, each block names one of 16 tables that say
+how many bits each coefficient has (`block_tables`), and the step to which all its coefficients are rounded. The rate is the
+same, and every value is coded independently of the others.
 
 Blocks are tiles of the two innermost dimensions in memory where both are multiples of 4, otherwise 16 consecutive values. Only
 the last block is padded: a tensor takes `2 * rate` bytes for every 16 values, whatever its sizes.
@@ -13,9 +13,9 @@ Arithmetic is float32 with one rounding an operation, in an order that is fixed 
 the transform only adds, and multiplies by powers of two. A NaN or an infinity comes back as itself; finite values in the same
 block come back as 0.
 
-`gated` blocks are for results of ReLU, whose backward reads the sign alone. 16 bits of a block say which values are above 0.
-These values come back above 0, and all others come back as 0, so that no gate opens or closes. Values that are not above 0 need
-no other bits: they are coded as if they were the mean of the others, which takes their edges out of the spectrum.
+`gated` blocks are for results of ReLU, whose backward reads only which values are above 0. 16 bits of a block say that. Values
+above 0 stay above 0, and all others become 0, so that every gate of ReLU stays as it was. Values that are not above 0 need no
+other bits: they are coded as if they were the mean of the others, which keeps their edges out of the spectrum.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from lightning_memopt.units import ceil_div
 
 RATES = (4, 6, 8, 10, 12, 14, 16)
 CHUNK = 1 << 12
-"""Blocks at a time."""
+"""Number of blocks that are coded at a time."""
 BLOCK_NBYTES = 640
 """Workspace for each block of a chunk: about five arrays of 16 int64 are alive at once."""
 GAIN = (15 / 4) ** 2
-"""The most by which the inverse transform enlarges errors: errors of 1 in all coefficients become at most this error."""
+"""Maximum factor by which the inverse transform enlarges errors: errors of 1 in all coefficients give at most this error."""
 _WORD = (1 << 32) - 1
 
 
@@ -141,8 +141,8 @@ class Block:
         return words
 
     def _write_kinds(self, tile: Tensor, bad: Tensor, words: Tensor) -> None:
-        """Overwrite the words of `bad` blocks, which have values that are not finite: after the header, 2 bits a value that
-        say its kind. 0 is finite, 1 infinity, 2 minus infinity, 3 NaN.
+        """Overwrite the words of `bad` blocks, which have values that are not finite. After the header they have 2 bits a
+        value: 0 for finite, 1 for infinity, 2 for minus infinity, 3 for NaN.
         """
         x = tile.permute(1, 3, 0, 2).reshape(VALUES, -1)[:, bad]
         kind = (x == torch.inf).to(torch.int64) + 2 * (x == -torch.inf) + 3 * x.isnan()
@@ -198,7 +198,7 @@ def _imported() -> ModuleType | None:
 
 
 def _tiles(t: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(first block, tile `[strips, 4, blocks of a strip, 4]`), at most `CHUNK` blocks each. Tiles are views of `t`. Only a last
+    """(first block, tile `[strips, 4, blocks of a strip, 4]`), at most `CHUNK` blocks each. Tiles are views of `t`, but a last
     block that is not full is a copy, filled up with the last value.
     """
     values, wide = flat(t), across(t)
@@ -220,8 +220,8 @@ def _open(tile: Tensor) -> Tensor:
 
 
 def _filled(c: Tensor, open: Tensor) -> None:
-    """Replace the values that are not above 0, in place, by the mean of the block's other values. The sum is pairwise, in this
-    order.
+    """Replace the values that are not above 0, in place, by the mean of the block's other values. The order of the pairwise sum
+    is fixed, so that every device gives the same bits.
     """
     total = c.mul_(open)
     while len(total) > 1:
@@ -270,13 +270,13 @@ def _inverse(c: Tensor) -> None:
 def _chosen(c: Tensor, const: Constants) -> tuple[Tensor, Tensor, Tensor]:
     """(number of the step, mode, whether a value is not finite) of blocks of coefficients, `[blocks]` each."""
     number = c.view(torch.int32).bitwise_and(0x7FFFFFFF).bitwise_right_shift_(21).to(torch.int16)
-    bad = number[0] >= 4 * 255  # a value that is not finite makes the mean so, too
+    bad = number[0] >= 4 * 255  # a value that is not finite makes the mean not finite, too
     steps = number.new_empty((MODES, number.shape[1]))
     needed = torch.empty_like(number)
     for reach, step in zip(const.reach.split(1, dim=1), steps, strict=True):
         torch.amax(torch.sub(number, reach, out=needed), 0, out=step)
     steps.clamp_(layout.LEAST_STEP, NOT_FINITE).mul_(MODES).add_(const.modes)
-    chosen = steps.amin(0).to(torch.int64)  # the finest step, and of equal ones the first mode
+    chosen = steps.amin(0).to(torch.int64)  # the finest step, and the first mode that has it
     return chosen >> MODE_BITS, chosen & (MODES - 1), bad
 
 

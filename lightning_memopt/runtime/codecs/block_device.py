@@ -14,11 +14,11 @@ from lightning_memopt.runtime.codecs.base import in_memory
 from lightning_memopt.runtime.codecs.block_tables import HEADER_BITS, MODES, NOT_FINITE, SIDE, VALUES
 
 SCALE = 2.0**-6
-"""A factor of all values before the transform: so none of its sums overflows, and no reciprocal of a step is denormal."""
+"""All values are multiplied by this before the transform, so that no sum overflows and no reciprocal is denormal."""
 
 
 class BlockForm(Protocol):
-    """A block codec, as its kernels know it.
+    """The part of a block codec that its kernels use.
 
     rate: bits a value.
     gated: for tensors that are nowhere below 0.
@@ -40,7 +40,7 @@ class Constants:
     bits, at, reach: of a coefficient under a mode, `[coefficient, mode]` (block_tables.py).
     modes: numbers of the modes, `[mode, 1]`.
     step, reciprocal: of every step, float32 `[1024]`.
-    merges: how often the codes of neighbours can be joined pairwise and still have no more than 63 bits.
+    merges: how often the codes of neighbours can be joined pairwise without exceeding 63 bits.
     """
 
     bits: Tensor
@@ -54,7 +54,7 @@ class Constants:
 
 @cache
 def constants(rate: int, device: torch.device, header: int = HEADER_BITS) -> Constants:
-    """The tables of a rate, made once a device."""
+    """The tables of a rate, made once per device."""
     tables = layout.tables(rate, header)
     powers = [2.0 ** ((s >> 2) - 127) if 0 < s >> 2 < 255 else 0.0 for s in range(NOT_FINITE + 1)]
     step = torch.tensor([p * (1 + (s & 3) / 4) for s, p in enumerate(powers)], dtype=torch.float32)

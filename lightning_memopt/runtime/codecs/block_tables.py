@@ -18,15 +18,15 @@ VALUES = SIDE * SIDE
 STEP_BITS, MODE_BITS = 10, 4
 HEADER_BITS = STEP_BITS + MODE_BITS
 NOT_FINITE = (1 << STEP_BITS) - 1
-"""Stands in place of a step: the block has a NaN or an infinity, and holds 2 bits a value that say its kind."""
+"""Written instead of a step's number where a block has a NaN or an infinity. The block then has 2 bits a value (its kind)."""
 LEAST_STEP = 4 * 27
-"""The step 2^-100: it is so large that results do not depend on whether a device flushes denormals."""
+"""Number of the smallest step, 2^-100: large enough that results do not depend on whether a device flushes denormals."""
 MOST_BITS = 20
-"""The most bits of one coefficient: its product with the mantissa of a step is then exact in float32."""
+"""Maximum number of bits of a coefficient. Its product with the mantissa of a step is then exact in float32."""
 
-# A shape says how many bits less than the mean a coefficient needs: for each row down, for each column across, for not being
+# A shape says how many bits fewer than the mean a coefficient needs: for each row down, for each column across, for not being
 # the mean, for not being in the first row, for not being in the first column. These were chosen one by one from 200 shapes,
-# each for the least error on feature maps of a convolutional net and of a transformer, on noise and on random walks.
+# each to minimise the error on feature maps of a convolutional net and of a transformer, on noise and on random walks.
 _SHAPES = (
     (0.0, 0.0, 0.0, 0.0, 0.0),
     (0.0, 0.0, 1.0, 0.0, 0.0),
@@ -54,7 +54,7 @@ class Tables:
 
     bits: the bits of the coefficient.
     at: the position in the block at which these bits begin.
-    reach: a coefficient whose magnitude has number L needs at least step L - reach.
+    reach: a coefficient whose magnitude has step number L needs at least step L - reach.
     """
 
     bits: tuple[tuple[int, ...], ...]
@@ -63,12 +63,12 @@ class Tables:
 
 
 def _needed(shape: float, bits: int) -> float:
-    """Log2 of the step that a coefficient of this log2 magnitude needs: half a step covers what has no bits."""
+    """Log2 of the step for a coefficient of this log2 magnitude and these bits. One without bits needs twice its magnitude."""
     return shape - (bits - 1) if bits else shape + 1
 
 
 def allocate(budget: int, shape: tuple[float, ...]) -> tuple[int, ...]:
-    """Share `budget` bits among the coefficients of a spectrum of this shape. The first time, a coefficient gets two bits: a
+    """Share `budget` bits among the coefficients of a spectrum of this shape. A coefficient first gets two bits, because a
     single bit would be a sign without a magnitude.
     """
     bits = [0] * len(shape)

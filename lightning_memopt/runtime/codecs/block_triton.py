@@ -1,6 +1,6 @@
 """Kernels that encode and decode blocks on CUDA, with the same bits as `block.py`, which says what they compute.
 
-This file is imported only where there are a CUDA tensor and Triton. One product is added to and is not exact: it must not
+This file is imported only where there are a CUDA tensor and Triton. One product is inexact and part of a sum. It must not
 become a fused multiply-add, which rounds once instead of twice (`enable_fp_fusion=False`). All other products are exact.
 """
 
@@ -17,16 +17,16 @@ from lightning_memopt.runtime.codecs.block_device import SCALE, BlockForm, acros
 from lightning_memopt.runtime.codecs.block_tables import HEADER_BITS, LEAST_STEP, MODES, NOT_FINITE, STEP_BITS
 
 _BLOCKS = 64
-"""Blocks that one program of a kernel codes."""
+"""Number of blocks that one program of a kernel codes."""
 
 
 def encode(codec: BlockForm, t: Tensor, out: Tensor) -> None:
-    """As `Block.encode`; `out` is aligned to 4 bytes."""
+    """Like `Block.encode`; `out` is aligned to 4 bytes."""
     _launch(_encode, codec, t, out)
 
 
 def decode(codec: BlockForm, encoded: Tensor, out: Tensor) -> None:
-    """As `Block.decode`; `encoded` is aligned to 4 bytes."""
+    """Like `Block.decode`; `encoded` is aligned to 4 bytes."""
     _launch(_decode, codec, out, encoded)
 
 
@@ -112,8 +112,8 @@ def _inverse(c, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _addresses(block, count, total, across, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(addresses of the values of each block, whether there is such a value), [BLOCKS, 4, 4]. Values that are not there have
-    the address of the last value.
+    """(addresses of the values of each block, whether the tensor has that value), [BLOCKS, 4, 4]. Where it has not, the address
+    is that of the last value.
     """
     first = (block // across) * (16 * across) + (block % across) * 4
     row = tl.arange(0, 4)[None, :, None]
@@ -131,8 +131,8 @@ def _folded(c, BLOCKS: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-unt
 
 @triton.jit
 def _filled(c, open, shares_table, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[BLOCKS, 16], with the mean of a block's values whose gates are open (1.0) in place of its other values. The sum has the
-    order of `block.py`.
+    """[BLOCKS, 16], with values whose gates are closed replaced by the mean of the block's values whose gates are open (1.0).
+    The order of the sum is that of `block.py`.
     """
     c = c * open
     total = _folded(_folded(_folded(_folded(c, BLOCKS, 8), BLOCKS, 4), BLOCKS, 2), BLOCKS, 1)

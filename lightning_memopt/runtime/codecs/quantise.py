@@ -1,7 +1,7 @@
 """Uniform quantisation of groups of 64 values between the smallest and the largest: the cheap alternative to `block`.
 
-Each group has its codes, its smallest value and its step (float32 both). In a group with a NaN or an infinity, the stored step
-is negative, and the last three codes mean +inf, -inf and NaN; its finite values are coded as in other groups.
+Each group has its codes, its smallest value and its step (both float32). In a group with a NaN or an infinity, the stored step
+is negative, and the last three codes mean +inf, -inf and NaN. Its finite values are coded as in other groups.
 Layout: the codes of all groups, then their smallest values, then their steps.
 """
 
@@ -18,9 +18,9 @@ from lightning_memopt.units import ceil_div
 
 GROUP = 64
 CHUNK = 1 << 11
-"""Groups at a time."""
-_SCALE = 0.25  # a factor of all values: so the difference of two is finite
-_TINY = 2.0**-126  # stands for a step of 0 where its sign is needed
+"""Number of groups that are coded at a time."""
+_SCALE = 0.25  # all values are multiplied by it, so that the difference of any two is finite
+_TINY = 2.0**-126  # stored instead of a step of 0 where the step's sign is needed
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Groups:
         return codes.view(count, width), low.view(count, 4), step.view(count, 4)
 
     def _levels(self, bad: Tensor) -> Tensor:
-        """The largest code of a finite value, `[groups, 1]`. `bad`: whether the group has a value that is not finite."""
+        """The largest code for finite values, `[groups, 1]`. `bad`: whether the group has a value that is not finite."""
         return bad.to(torch.float32).mul_(-3).add_((1 << self.bits) - 1)
 
     def _ranges(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

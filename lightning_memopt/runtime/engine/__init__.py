@@ -1,16 +1,16 @@
-"""The eager engine: it carries out plans, and decides nothing by itself.
+"""The eager engine: it carries out plans and makes no decisions of its own.
 
 How its files depend on each other, from the bottom up:
 
-    holding        the bytes that are held of a storage version: states and the doors between them
+    holding        what the engine holds of a storage version: the states, and the methods between them
     naming         names of tensors for messages
     handles        the objects that autograd gets in place of saved tensors
     rebuild        runs recorded calls again
-    native         runs them in C++, where that can be built
+    native         connects the C++ engine, where that can be built
     program        a plan, indexed by what the engine meets at run time
     templates, learned    what the engine remembers of earlier forwards under the plan
-    cursor, turns, guard  how far a step has come in the plan, and what a deviation keeps
-    checks, starts        checksums; writes to memory after the forward
+    cursor, turns, guard  how far a step has come in the plan, and what stays in memory after a deviation
+    checks, starts        checksums; writes, after the forward, to memory from which rebuilds start
     parking        parked tensors
     planned_holdings      how long bytes are held under a plan
     rejoining, placing, matching   compare a forward with the plan

@@ -1,7 +1,8 @@
-"""The parts that both engines share: a forward is recorded, autograd gets handles, and asks for the tensors in backward.
+"""What both engines share: record the forward, give autograd handles, and give it the tensors in backward.
 
-The pack hook returns a `Handle` on a storage version of the tape, or `Kept`, which has the tensor itself, where the recorder
-does not know the tensor. When backward asks and the version has no value, recorded calls run again, from values that are held.
+The pack hook returns a `Handle` on a storage version of the tape. For a tensor that the recorder does not know it returns
+`Kept`, which has the tensor itself. When autograd asks for a version that has no value, recorded calls run again from values
+that are held.
 
 Two engines derive from `Engine`: `ObservingEngine` (observing.py) keeps all tensors, evicts some near the budget, and verifies
 rebuilds; `PlannedEngine` (planned.py) carries out a plan.
@@ -26,16 +27,16 @@ from lightning_memopt.torch_private import no_dispatch_modes
 
 
 class Engine:
-    """One recorded forward pass and its backward. Holds the tape; the tape's handles hold it.
+    """One recorded forward pass and its backward. It refers to the tape, and the handles of the tape refer to it.
 
-    Many methods: it is the owner that a recorder asks, and autograd's handles ask it, too.
+    Many methods: the recorder calls it as its owner, and autograd's handles call it, too.
 
     tape: the record of the forward.
     holdings: decides what is held of the tape's versions.
     recorder: records the forward; None when the forward is over.
-    lock: guards all this (R11).
-    saves: how many saves were packed.
-    rebuilt_ops: numbers of the calls that ran again, in their order.
+    lock: guards all of this (R11).
+    saves: number of saves that were packed.
+    rebuilt_ops: numbers of the calls that ran again, in the order in which they did.
     """
 
     def __init__(self) -> None:
@@ -47,11 +48,11 @@ class Engine:
         self.saves = 0
         self.rebuilt_ops: list[int] = []
         self._backward: object = None
-        """What the native engine works with in backward; None in the forward, and where Python does all of it."""
+        """The native engine's data for backward; None in the forward, and where Python does the whole backward."""
 
     @property
     def names(self) -> Names | None:
-        """The names of tensors and lines for messages; None where nothing knows them."""
+        """The names of tensors and lines for messages; None where there are none."""
         return None
 
     # -- while the forward is recorded -------------------------------------------------------------
@@ -87,16 +88,16 @@ class Engine:
         """See `record.Owner`. The next op that reads the storage reads another version."""
 
     def save_of(self, version: Version) -> int:
-        """The number of the save that is being packed."""
+        """The number of the save that autograd is packing."""
         self.saves += 1
         return self.saves - 1
 
     def keeps(self, version: Version, t: torch.Tensor, save: int) -> bool:
-        """Whether autograd keeps the tensor itself. `save`: the answer of `save_of`."""
+        """Whether autograd keeps the tensor itself. `save`: the result of `save_of`."""
         raise NotImplementedError
 
     def pack(self, t: torch.Tensor) -> Kept | Handle:
-        """The object that autograd holds in place of `t`, which it saves."""
+        """The object that autograd holds instead of `t`, which it saves."""
         recorder = self.recorder
         version = recorder.packs(t) if recorder is not None and not in_transform() else None
         if version is None:
@@ -107,11 +108,11 @@ class Engine:
         return self.handle(t, save, version)
 
     def handle(self, t: torch.Tensor, save: int, version: Version) -> Handle:
-        """The object that autograd holds in place of `t`, which is on the version."""
+        """The object that autograd holds instead of `t`, which is on the version."""
         return Handle(self, save, version, View(version.id, t), version_guard(t))
 
     def about(self, version: Version | None) -> tuple[Names, int] | None:
-        """(names, key of the tensor in them) of a tensor that autograd keeps itself; None where nothing knows it."""
+        """(names, key of the tensor in them) of a tensor that autograd keeps itself; None where it has no name."""
         return None
 
     @staticmethod
@@ -131,7 +132,7 @@ class Engine:
             raise self.start_changed(error.version) from None
 
     def request(self, handle: Handle) -> torch.Tensor:
-        """`unpacked`. Raises StartChangedError, which names no tensor, where a start of a rebuild was changed."""
+        """Like `unpacked`, but raises StartChangedError, which names no tensor, where a start of a rebuild was changed."""
         with self.lock:
             raise_deferred()
             value = self.value_of(self.present(handle), handle)
@@ -141,7 +142,7 @@ class Engine:
                 return handle.view.on(value)
 
     def value_of(self, version: Version, handle: Handle) -> torch.Tensor:
-        """The value that autograd reads of a version."""
+        """The value of a version for autograd."""
         holding = version.holding
         if holding.value is None and not self.reuse(version, handle):
             self.rebuild([version])
@@ -153,11 +154,11 @@ class Engine:
         return value
 
     def present(self, handle: Handle) -> Version:
-        """The version with the bytes that autograd would read. Raises ModifiedError where the version counter has moved, as
-        autograd does.
+        """The version with the bytes that autograd would read without us. Raises ModifiedError where the version counter has
+        moved, as autograd does.
 
-        This is a later version than the handle's where the storage was overwritten without a change of the counter (through
-        `.data`, or as raw memory).
+        It is a later version than the handle's if the storage was overwritten and the counter did not move (a write through
+        `.data`, or to raw memory).
         """
         if handle.guard._version != handle.counter:
             raise modified(self.called(handle), handle.guard._version, handle.counter)
@@ -175,20 +176,20 @@ class Engine:
 
     @uncompiled
     def start_changed(self, version: Version) -> ModifiedError:
-        """The error where a rebuild would start from a version that was changed after the forward."""
+        """The error for a rebuild that would start from a version that was changed after the forward."""
         return of_start(version, self.names)
 
     def released(self, handle: Handle) -> None:
-        """A node let go of a handle. Never raises: it runs inside a destructor."""
+        """A node of autograd released a handle. Never raises: it runs inside a destructor."""
         with self.lock:
             if handle.version.holding.handles == 0:
                 handle.version.holding.drop()
 
     def reuse(self, version: Version, handle: Handle) -> bool:
-        """R7: where the user still holds the storage, unchanged, hold it instead of a rebuild. Returns whether that is so.
+        """R7: if the user still has the storage, unchanged, hold it instead of a rebuild. Returns whether that was so.
 
-        This is only for a request of autograd, which would read these bytes too. Rebuilds of other versions do not start from
-        them.
+        Only autograd gets these bytes, because it would read them without us, too. Rebuilds of other versions do not start
+        from them.
         """
         storage = version.alive()
         if storage is None:
@@ -201,9 +202,9 @@ class Engine:
         return True
 
     def retains(self, version: Version) -> bool:
-        """Whether a version that was rebuilt for the rebuild of another one stays after its last use there."""
+        """Whether a version that was rebuilt only to rebuild another one stays in memory after that."""
         return version.holding.handles > 0
 
     def rebuild(self, targets: list[Version]) -> None:
-        """Give every target a value. Versions that are rebuilt on the way stay where `retains` says so."""
+        """Give every target a value. Versions that are rebuilt on the way stay in memory if `retains` says so."""
         rebuild(self.tape, targets, self.retains, self.rebuilt_ops)

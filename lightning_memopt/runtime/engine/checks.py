@@ -1,4 +1,4 @@
-"""Checksums of the bytes that a plan drops or parks, to be compared with those that come back (R8)."""
+"""Checksums of the bytes that a plan drops or parks, to compare them with the bytes that come back (R8)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Checks:
                 self._sums[version.id] = checksum(t)
 
     def compare(self, version: Version) -> None:
-        """Autograd asks for the version. The first time, raise RebuildMismatchError where its bytes are not those noted."""
+        """Autograd asks for the version. The first time, raise RebuildMismatchError if its checksum is another one."""
         then = self._sums.pop(version.id, None) if self._sums else None
-        if version.next is None:  # else the memory was overwritten, no counter moved, and autograd reads the new bytes
+        if version.next is None:  # else the memory was overwritten without moving a counter: autograd reads the new bytes
             compare(version, then)

@@ -1,4 +1,4 @@
-"""How far a step has come in the plan, and how it deviates from the plan. Matcher, engine and session share both."""
+"""How far a step has come in the plan, and how it deviates from the plan. Matcher, engine and session share these objects."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ NEVER = 1 << 62
 class PlanDeviation:
     """How a forward and its backward differ from those of the plan. It outlives the engine.
 
-    first: position and name of the first op that is not the plan's op at its position; None where all ops are.
-    aside: none of these ops is an op of the plan, or reads weights or tensors with a gradient (a metric, a log).
+    first: position and name of the first op that is not the plan's op at its position; None if there is no such op.
+    aside: whether the deviating ops are all extra ops that read neither weights nor tensors with a gradient (a metric, a log).
     unplanned_nbytes: bytes of tensors that autograd saved and that the plan does not know.
-    excess_nbytes: bytes by which recorded tensors are larger than their tensors of the graph.
-    out_of_order: backward did not take the observed order: it took a part of it, or took it twice, or took another order.
-    changed: tensors of the plan from which rebuilds start, and which were changed after the forward.
+    excess_nbytes: bytes by which recorded tensors are larger than the graph's tensors that they match.
+    out_of_order: whether backward ran in another order than observed, ran only in part, or ran twice.
+    changed: tensors of the plan from which rebuilds start and which were changed after the forward.
     """
 
     first: tuple[int, str] | None = None
@@ -31,15 +31,15 @@ class PlanDeviation:
 
 
 class Cursor:
-    """Where a planned step is.
+    """How far a planned step has come.
 
     position: number of the plan's forward op that comes next.
     furthest: the largest position at which an op was recorded so far.
-    lost: the op that was recorded last is not an op of the plan.
-    point: the point of the graph whose segment ran last, in backward.
-    fence: after the forward op at this position, bytes of a parked tensor must have been dropped (parking.py).
+    lost: whether the last recorded op is not an op of the plan.
+    point: in backward, the point of the graph whose segment ran last.
+    fence: position of the forward op after which the bytes of a parked tensor must be dropped (parking.py).
     deviation: how the step deviates from the plan so far.
-    asked: autograd has asked for a save: a backward has begun.
+    asked: whether autograd has asked for a save, so that a backward has begun.
     """
 
     __slots__ = ("asked", "deviation", "fence", "furthest", "lost", "point", "position")
@@ -71,7 +71,7 @@ class Cursor:
         self.position += 1
 
     def skip_to(self, position: int) -> None:
-        """The ops before this position have run, and nobody recorded them."""
+        """The ops before this position have run unrecorded."""
         self.position = position
 
     def match(self, position: int) -> None:
@@ -81,12 +81,12 @@ class Cursor:
         self.lost = False
 
     def deviate(self, name: str, aside: bool = False) -> None:
-        """The op that has just run is not the plan's op at the position. `name`: its name. `aside`: see `PlanDeviation`."""
+        """The op that has just run, `name`, is not the plan's op at the position. `aside`: see `PlanDeviation`."""
         self.lost = True
         self.deviation.aside = self.deviation.aside and aside
         if self.deviation.first is None:
             self.deviation.first = (self.position, name)
 
     def deviate_in_backward(self) -> None:
-        """Backward does not take the observed order."""
+        """Backward does not run in the observed order."""
         self.deviation.out_of_order = True

@@ -1,5 +1,5 @@
-"""Which version an observed step evicts next: as in dynamic tensor rematerialisation (Kirisame et al., 2021), the one with many
-bytes, few ops to rebuild it, and many ops since it was made.
+"""Choose the version that an observed step evicts next, as in dynamic tensor rematerialisation (Kirisame et al., 2021): one
+with many bytes that few ops rebuild, and that was made many ops ago.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from lightning_memopt.runtime.engine.holding import Version
 
 _CANDIDATES = 64
-"""Of so many versions, those with the most bytes times age, the cost of a rebuild is looked at before one is evicted. (Dynamic
-tensor rematerialisation, appendix E, looks at a random sample.) With all of them, evictions took most of a step of 15,000 ops.
+"""Number of versions, those with the largest bytes times age, whose rebuild costs are compared before one is evicted. (Appendix
+E of the paper compares a random sample.) Comparing all versions took most of the time of a step of 15,000 ops.
 """
 
 
 def next_evicted(candidates: Sequence[Version], clock: int, tape: Mapping[int, Version]) -> Version | None:
-    """The candidate with the largest merit, bytes times age by the cost of a rebuild; the first of several. None without any.
+    """The candidate with the largest bytes times age divided by the cost of a rebuild; the first of several; None without any.
 
     clock: number of ops so far.
     tape: the versions by id.
@@ -25,7 +25,7 @@ def next_evicted(candidates: Sequence[Version], clock: int, tape: Mapping[int, V
     best, chosen = 0.0, None
     for gain, i in heapq.nlargest(_CANDIDATES, gains):
         if chosen is not None and gain / 2.0 <= best:
-            break  # a rebuild runs one call at least
+            break  # a rebuild runs at least one call
         merit = gain / (1.0 + _depth(candidates[-i], tape))
         if chosen is None or merit > best:
             best, chosen = merit, candidates[-i]
@@ -33,7 +33,7 @@ def next_evicted(candidates: Sequence[Version], clock: int, tape: Mapping[int, V
 
 
 def _depth(version: Version, tape: Mapping[int, Version]) -> int:
-    """Number of calls that a rebuild would run now, counted up to 64: an estimate of its cost."""
+    """An estimate of a rebuild's cost: the number of calls that it would run now, counted up to 64."""
     count, wanted, seen = 0, [version], {version.id}
     while wanted and count < 64:
         call = wanted.pop().call

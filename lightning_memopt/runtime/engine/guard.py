@@ -1,4 +1,4 @@
-"""Tensors that stay longer than the plan says, because the forward deviates from the plan."""
+"""Tensors that stay in memory longer than the plan says, because the forward deviates from the plan."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Iterable
 
 
 class Guard:
-    """Which storage versions a deviation keeps in memory, by their ids.
+    """The storage versions that stay in memory because of a deviation, by their ids.
 
-    stands: version -> tensors of the plan, besides its own, that it stands in for: the ops that make these tensors did not run.
-    needed: versions that rebuilds need longer than the plan, which does not know these rebuilds, has them in memory.
+    stand_ins: version -> tensors of the plan, other than its own, that it stands in for, because their ops did not run.
+    needed: versions that stay longer than planned, because rebuilds need them that the plan does not know.
     until: (point of the graph, the versions that stay until backward has passed it).
     """
 
-    __slots__ = ("_last_point", "needed", "stands", "until")  # read by the native engine
+    __slots__ = ("_last_point", "needed", "stand_ins", "until")  # read by the native engine
 
     def __init__(self, last_point: int) -> None:
-        self.stands: dict[int, list[int]] = {}
+        self.stand_ins: dict[int, list[int]] = {}
         self.needed: set[int] = set()
         self._last_point = last_point
         self.until: list[tuple[int, set[int]]] = []
 
     def keep(self, ids: set[int], until: int | None = None) -> None:
-        """Keep these versions until backward has passed the point `until` of the graph; None: to the end."""
+        """Keep these versions until backward has passed the point `until` of the graph, or to the end if it is None."""
         self.until.append((self._last_point if until is None else until, ids))
         self.needed |= ids
 

@@ -1,4 +1,4 @@
-"""The objects that autograd holds in place of saved tensors: a `Handle` on a storage version, or a `Kept` with the tensor."""
+"""The objects that autograd holds instead of saved tensors: a `Handle` on a storage version, or a `Kept` with the tensor."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lightning_memopt.runtime.engine.naming import Names, modified, of_kept
 from lightning_memopt.torch_private import no_dispatch_modes
 
 _EMPTY: dict[torch.dtype, torch.Tensor] = {}
-"""CPU tensors without memory, by type."""
+"""Dtype -> a CPU tensor without memory."""
 
 
 def alias(t: torch.Tensor) -> torch.Tensor:
-    """An alias of `t` without history, which shares its version counter. Only for hooks of autograd: in the handler of a
-    dispatch mode, `record.detached` is needed.
+    """An alias of `t` without history that shares its version counter. Only for use in autograd's hooks: inside a dispatch
+    mode, use `record.detached`.
     """
     with no_dispatch_modes():
         return t.detach()
 
 
 def version_guard(t: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory that shares the version counter of `t`: it shows in-place changes after `t` was dropped."""
+    """A tensor without memory that shares the version counter of `t`. It shows in-place changes after `t` was dropped."""
     empty = _EMPTY.get(t.dtype) if t.is_cpu else None
     with no_dispatch_modes():
         if empty is None:
@@ -37,9 +37,9 @@ def version_guard(t: torch.Tensor) -> torch.Tensor:
 
 
 class Kept:
-    """The tensor itself, with the version it had: saved-tensor hooks switch autograd's own check off.
+    """The tensor itself, and the version it had when saved, because saved-tensor hooks switch autograd's own check off.
 
-    t: the tensor, without its history where it had one.
+    t: the tensor, without its history if it had one.
     counter: its version counter when it was saved; UNKNOWN for inference tensors, which count no versions.
     about: (names, key of the tensor in them), for messages; it does not refer to an engine.
     """
@@ -48,8 +48,8 @@ class Kept:
 
     def __init__(self, t: torch.Tensor, about: tuple[Names, int] | None = None) -> None:
         self.about = about
-        # Only an ordinary tensor can be detached below the dispatch modes. Who asks for `grad_fn` makes an object for the node,
-        # which then releases what it saved in another order.
+        # Only an ordinary tensor can be detached below the dispatch modes. Do not read `grad_fn`: it makes an object for the
+        # node, which then releases what it saved in another order.
         has_history = t.requires_grad and not t.is_leaf
         self.t = alias(t) if has_history and is_plain(t) else t
         self.counter = UNKNOWN if t.is_inference() else t._version
@@ -63,22 +63,22 @@ class Kept:
 
 
 class Gives(Protocol):
-    """The engine, as far as a handle knows it."""
+    """The part of the engine that a handle uses."""
 
     def unpacked(self, handle: Handle) -> torch.Tensor: ...
     def released(self, handle: Handle) -> None: ...
 
 
 class Handle:
-    """The object that autograd holds in place of a storage version. Its destructor tells the engine of the release.
+    """The object that autograd holds instead of a storage version. Its destructor tells the engine of the release.
 
     save: the number of the save.
     version: the storage version that was saved.
     view: the window on it that was saved.
     guard: has the version counter of the saved tensor, as `_version` (`version_guard`; the native engine has a smaller one).
     counter: the version counter when it was saved.
-    times: how often autograd has asked for it.
-    engine: gives the tensor back; None after the release.
+    times: how often autograd has asked for the tensor.
+    engine: returns the tensor when asked; None after the release.
     """
 
     __slots__ = ("counter", "engine", "guard", "save", "times", "version", "view")
@@ -91,7 +91,7 @@ class Handle:
         self.counter = guard._version
         self.times = 0
         version.holding.handles += 1
-        self.engine: Gives | None = engine  # last: the destructor of a handle whose constructor was interrupted does nothing
+        self.engine: Gives | None = engine  # set last, so that the destructor of a half-made handle does nothing
 
     def counted(self) -> torch.Tensor:
         """A tensor without memory that shares the version counter of the saved tensor."""

@@ -1,4 +1,4 @@
-"""A `Holding` says what an engine holds of a storage version: its bytes, where they are, and who may still ask for them.
+"""A `Holding` is what an engine holds of a storage version: its bytes, where they are, and who may still ask for them.
 
 NOTE [States of a holding]. A holding is in one of four states:
 
@@ -8,10 +8,10 @@ NOTE [States of a holding]. A holding is in one of four states:
     COPIED    yes      yes      in memory and parked: they are being copied out, or were fetched
     PARKED    no       yes      parked only
 
-Five methods, its doors, lead from one state to another. Nothing else sets `value`, `expected`, `stream` and `parked`, which
-change together:
+Five methods lead from one state to another. Nothing else sets `value`, `expected`, `stream` and `parked`, which change
+together:
 
-    door      from              to                by whom
+    method    from              to                called for
     hold      EMPTY, HELD       HELD              the forward: an alias of the step's own memory, whose counter may still move
               COPIED, PARKED    COPIED
     rebuilt   EMPTY, HELD       HELD              a rebuild, a copy, or a fetch: new memory, whose counter must not move
@@ -23,8 +23,8 @@ change together:
     unpark    COPIED            HELD              the parked copy is no longer needed, or is wrong
               PARKED            EMPTY
 
-`settle` ends the forward: from then on the counter of a value that is held must not change (R5). `set_aside` is a drop that is
-taken back.
+`settle` ends the forward: from then on the counter of a held value must not change (R5). `set_aside` drops the value for a
+while.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ _EMPTY = Origin.EMPTY
 class Holding:
     """What an engine holds of one storage version. See NOTE [States of a holding].
 
-    value: a tensor on the bytes, where they are in memory, else None.
+    value: a tensor on the bytes if they are in memory, else None.
     expected: the version counter that `value` must have when a rebuild or autograd reads it; UNKNOWN while the forward runs.
     stream: on CUDA, the stream on which a rebuild made or last read the bytes; None for memory of the forward.
-    parked: the bytes in another form; None where they are not parked.
-    reachable: a rebuild can have the bytes: they are held or parked, or the version's call makes them from reachable bytes.
-    handles: how many handles of autograd are on the version.
+    parked: the bytes in another form; None if they are not parked.
+    reachable: whether a rebuild can use the bytes: they are held or parked, or the call can make them from reachable bytes.
+    handles: number of autograd's handles on the version.
     claim: see `Claim`.
     tensor: the tensor of the plan's graph to which the version was matched, or None.
     """
@@ -96,9 +96,9 @@ class Holding:
         self.stream = None
 
     def rebuilt(self, value: torch.Tensor, stream: Any = None) -> None:
-        """Hold `value`, which has the bytes in memory that nobody else writes to.
+        """Hold `value`, which has the bytes in memory that only the engine writes to.
 
-        `stream`: see the class; None where the streams of the user are in order already.
+        `stream`: see the class; None if the user has already ordered the streams.
         """
         self.value = value
         self.expected = value._version
@@ -110,7 +110,7 @@ class Holding:
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[torch.Tensor]:
-        """Within, the holding has no value; afterwards it has its value again. Yields the value."""
+        """Within, the holding has no value. Afterwards it has its value again. Yields the value."""
         value, expected, stream = self.value, self.expected, self.stream
         assert value is not None, "there is nothing to set aside"
         self.value = None
@@ -131,7 +131,7 @@ class Holding:
         self.parked = None
 
     def inherit_claim(self, earlier: Holding) -> None:
-        """This is what is held of a later version of the same memory than `earlier`."""
+        """Take over autograd's claim on `earlier`, the holding of an earlier version of the same memory."""
         if earlier.handles or earlier.claim is not Claim.NONE:
             self.claim = Claim.POSSIBLE
 
@@ -139,23 +139,25 @@ class Holding:
     def intact(self) -> bool:
         """Whether the value has not changed since the forward ended, or since it was rebuilt.
 
-        A smaller counter is no change: it was set back by code that restores the bytes, too (FSDP, when it gathers weights).
+        A smaller counter is no change: code that sets a counter back also restores the bytes (FSDP, when it gathers weights).
         """
         return self.value is None or self.expected == UNKNOWN or self.value._version <= self.expected
 
     @property
     def there(self) -> bool:
-        """Whether the bytes are in memory, or parked bit-identically. Calls nothing of torch: modes of the user see that."""
+        """Whether the bytes are in memory, or parked bit-identically. Calls no torch function, which the user's modes would
+        see.
+        """
         return self.value is not None or self._fetchable is not None
 
     @property
     def _fetchable(self) -> ParkedTensor | None:
-        """The parked bytes, where they are bit-identical and not used up."""
+        """The parked bytes, if they are bit-identical and were not decoded for the last time; else None."""
         parked = self.parked
         return parked if parked is not None and parked.exact and not parked.spent else None
 
     def fetch(self) -> bool:
-        """Fetch the value where it is parked bit-identically. Returns whether it was."""
+        """Fetch the value if it is parked bit-identically. Returns whether it was."""
         parked = self._fetchable
         if parked is None:
             return False
@@ -172,20 +174,20 @@ def settle(versions: Iterable[Version]) -> None:
     """The forward of these versions is over."""
     for version in versions:
         holding: Holding = version.holding
-        if holding.value is not None and holding.expected == UNKNOWN:  # else a backward within the forward rebuilt it
+        if holding.value is not None and holding.expected == UNKNOWN:  # else a backward in the forward rebuilt it
             holding.expected = holding.value._version if version.counter < 0 else version.counter
 
 
 def rebuildable(version: Version) -> bool:
-    """Whether the version's own call makes its bytes again, from what was held or reachable when it was recorded."""
+    """Whether the version's own call can make its bytes again, from what was held or reachable when it was recorded."""
     return version.call is not None and version.holding.reachable
 
 
 def can_make(version: Version, versions: Mapping[int, Version]) -> bool:
-    """Whether the version's own call makes its bytes again, from what is in memory or parked now. `versions`: the tape's.
+    """Whether the version's own call can make its bytes again now, from what is in memory or parked. `versions`: the tape's.
 
-    `rebuildable` says whether it could when it was recorded. Later the plan lets go of bytes that no op makes again, as soon as
-    its own rebuilds need them no more. Then a version that was rebuilt from them, and is still held, cannot be made again.
+    `rebuildable` says whether that was so when the version was recorded. Later the plan lets go of bytes that no op can make
+    again, when its own rebuilds no longer need them. A version that was rebuilt from them then cannot be made again.
     """
     wanted, seen = [version], {version.id}
     while wanted:
@@ -202,14 +204,14 @@ def can_make(version: Version, versions: Mapping[int, Version]) -> bool:
 
 
 def in_order(holding: Holding) -> None:
-    """R11: order the current stream after the value was made. The allocator reuses the memory only after this stream."""
+    """R11: make the current stream wait until the value is made, and the allocator reuse its memory only after this stream."""
     value = holding.value
     if value is None:
         return
     stream = current_stream(value.device)
     if stream is None or holding.stream == stream:
         return
-    if holding.stream is not None:  # else it is memory of the forward, for which the user has ordered the streams
+    if holding.stream is not None:  # else it is memory of the forward, and the user has ordered the streams
         stream.wait_stream(holding.stream)
     with no_dispatch_modes():  # it is not an op of the step
         value.record_stream(stream)
@@ -217,8 +219,8 @@ def in_order(holding: Holding) -> None:
 
 
 def copy_of(t: torch.Tensor) -> torch.Tensor:
-    """A copy of the whole storage of `t`, flat, by an op: a copy of the storage itself would not be counted as memory, and the
-    recorder would take it for one that the user makes. Call below autograd.
+    """A flat copy of the whole storage of `t`. It is made by an op, because a copy of the storage object would not be counted
+    as memory, and the recorder would take it for a copy that the user makes. Call below autograd.
     """
     storage = bytes_of(t).clone().untyped_storage()
     copy = torch.empty(0, dtype=t.dtype, device=t.device)
@@ -226,10 +228,10 @@ def copy_of(t: torch.Tensor) -> torch.Tensor:
 
 
 class Holdings:
-    """Decides what is held of the storage versions of one forward, by the rules that both engines share (`record.Holdings`)."""
+    """The rules of both engines for what is held of the storage versions of one forward (see `record.Holdings`)."""
 
     def makes_again(self, version: Version) -> bool:
-        """Whether the bytes of the version may be dropped in the forward, because its own call makes them again."""
+        """Whether the bytes of the version may be dropped in the forward, because its own call can make them again."""
         return rebuildable(version)
 
     def met(self, version: Version) -> None:
@@ -238,19 +240,19 @@ class Holdings:
     def read(self, version: Version, t: torch.Tensor) -> None:
         holding: Holding = version.holding
         if holding.value is None:
-            holding.hold(t)  # not the tensor itself: the user may set its `.data` to other memory
+            holding.hold(t)  # an alias, not the tensor: the user may set its `.data`
 
     def made(self, version: Version, reachable: bool) -> None:
         version.holding.reachable = reachable
 
     def overwrites(self, version: Version) -> None:
         if self.makes_again(version):
-            version.holding.drop()  # an alias of the memory that is about to change; its call rebuilds the bytes
+            version.holding.drop()  # it is an alias of the memory that is about to change; its call can rebuild the bytes
         elif version.read:
             self.copy(version)
 
     def copy(self, version: Version) -> None:
-        """R5: hold a copy of the bytes, which are about to change: rebuilds start from them."""
+        """R5: hold a copy of the bytes, from which rebuilds start and which are about to change."""
         holding: Holding = version.holding
         if holding.value is not None:
             with below_autograd():
@@ -264,7 +266,7 @@ class Holdings:
         after.reachable = reachable if new.call is not None else new.external
         after.inherit_claim(before)
         if (before.handles or before.claim is Claim.PINNED) and not rebuildable(new):
-            after.hold(t)  # autograd reads these bytes if the version counter of the tensor that it saved does not move
+            after.hold(t)  # autograd reads these bytes if the counter of the tensor that it saved does not move
             after.claim = Claim.PINNED
 
     def replaced(self, old: Version, new: Version, t: torch.Tensor) -> bool:

@@ -18,11 +18,11 @@ from lightning_memopt.runtime.engine.program import Program
 from lightning_memopt.runtime.engine.templates import Templates
 
 Spans = dict[int, tuple[weakref.ref[nn.Module], tuple[int, int]]]
-"""Identity of a module -> (the module, which it does not keep alive, and its entry in `Program.quiet`)."""
+"""Identity of a module -> (weak reference to the module, its entry in `Program.quiet`)."""
 
 
 def actions_for(engine: Any, program: Program) -> object:
-    """What a plan does in backward, for the native engine (`Actions` in native/engine/backward.h)."""
+    """What a plan does in backward, in the native engine's form (`Actions` in native/engine/backward.h)."""
     kinds, points = (Fetch, Free, Rebuild), sorted(program.schedule.segments)
     numbers = {point: i for i, point in enumerate(points)}
     segments = []
@@ -45,13 +45,13 @@ class Learned:
     """What is known of the forwards of one signature under a program.
 
     program: the program.
-    sized: a recorded tensor is matched only to a tensor of the graph with its size. False for a signature that borrows the plan
-        of a larger batch.
-    device: the training device, with its number once the session has said it.
+    sized: whether a recorded tensor is matched only to a tensor of the graph with the same size. False for a signature that
+        borrows the plan of a larger batch.
+    device: the training device; the session sets its index.
     templates: the templates of the ops of these forwards.
-    familiar: tensor of the plan that is made before the forward -> (bytes, device) of the last one that was matched to it, and
-        that needed no more than that.
-    actions: the native engine's form of what the plan does in backward; None where Python does all of it.
+    familiar: tensor of the plan that is made before the forward -> (bytes, device) of the tensor that was last matched to it
+        without further work.
+    actions: what the plan does in backward, in the native engine's form; None where Python does all of it.
     """
 
     def __init__(self, program: Program, sized: bool = True) -> None:
@@ -68,7 +68,7 @@ class Learned:
         return None if engine is None else actions_for(engine, self.program)
 
     def counted_nbytes(self, nbytes: int, device: torch.device) -> int:
-        """What a graph counts for a storage of `nbytes`: what the allocator gives; nothing where it is on another device."""
+        """The bytes that a graph counts for a storage of `nbytes`: what the allocator rounds them to; 0 on other devices."""
         return kind_of(self.device.type).allocated_nbytes(nbytes) if is_on(self.device, device) else 0
 
     def fits(self, version: Version, tensor: int) -> bool:
@@ -76,7 +76,7 @@ class Learned:
         return self.fits_storage(version.nbytes, version.device, tensor)
 
     def fits_storage(self, nbytes: int, device: torch.device, tensor: int) -> bool:
-        """`fits`, for a storage of `nbytes` on this device."""
+        """Like `fits`, for a storage of `nbytes` on this device."""
         planned = self.program.graph.tensors[tensor]
         if self.counted_nbytes(nbytes, device) == planned.nbytes or tensor in self.program.sized_by_data:
             return True
@@ -85,7 +85,9 @@ class Learned:
         return not self.sized and planned.kind not in ("parameter", "buffer")
 
     def spans_of(self, model: nn.Module) -> Spans:
-        """`Program.quiet`, by the identity of this model's modules. It is cached: a step has no time to visit all modules."""
+        """`Program.quiet`, by the identity of this model's modules. It is cached, because visiting all modules takes too
+        long.
+        """
         if self._spans is None or self._spans[0]() is not model:
             quiet = self.program.quiet
             spans = {id(m): (weakref.ref(m), quiet[name]) for name, m in model.named_modules() if name in quiet}
@@ -93,6 +95,6 @@ class Learned:
         return self._spans[1]
 
     def always_recorded(self, module: nn.Module) -> None:
-        """From now on this module runs recorded."""
+        """From now on, record this module when it runs."""
         if self._spans is not None:
             self._spans[1].pop(id(module), None)

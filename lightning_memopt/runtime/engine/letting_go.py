@@ -1,4 +1,4 @@
-"""What an observing engine lets go of after its forward, where autograd still holds tensors of it."""
+"""What an observing engine lets go of after its forward, while autograd still holds tensors of the forward."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from lightning_memopt.runtime.engine.observing import ObservingEngine
 
 
 def let_go(engine: ObservingEngine) -> None:
-    """Drop the values that autograd has released and that no rebuild of a saved tensor starts from. Generated code, which is
-    about to run, frees them at their last use.
+    """Drop the values that autograd has released and from which no rebuild of a saved tensor starts. Generated code, which is
+    about to run, would free them at their last use.
     """
     with engine.lock:
         versions = engine.tape.versions
@@ -26,8 +26,8 @@ def let_go(engine: ObservingEngine) -> None:
 
 
 def step_ended(engine: ObservingEngine) -> None:
-    """The step is over, or its next forward begins. Where autograd holds tensors of this forward, drop the bytes that it does
-    not hold and that nothing must be rebuilt from; those that it releases later, too. Otherwise all go with the tape.
+    """The step is over, or its next forward begins. If autograd still holds tensors of this forward, drop the bytes that it
+    does not hold and from which nothing must be rebuilt, now and when it releases more. Otherwise the tape frees all of them.
     """
     with engine.lock:
         versions = list(engine.tape.versions.values())

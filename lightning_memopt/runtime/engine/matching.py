@@ -1,6 +1,6 @@
-"""Recording a forward under a plan: every op is matched by position, overload, the tensors that it reads and the sizes of its
-results. An op that matches its template is not recorded again (templates.py). All other ops are recorded and placed
-(placing.py).
+"""Record a forward under a plan. Every op is matched to the plan by its position, its overload, the tensors that it reads and
+the sizes of its results. An op that matches its template is not recorded again (templates.py). For all other ops, which are
+recorded, placing.py finds the plan's op.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Matcher(Recorder):
     cursor: how far the forward has come.
     placing: finds the plan's op for a recorded op.
     templates: the templates of this forward's ops.
-    native: what the native engine needs of this; None where Python matches all ops.
+    native: this object's data for the native engine; None where Python matches all ops.
     """
 
     __slots__ = ("capturing", "native", "templates")  # read by the native engine; all else is in `__dict__`
@@ -111,13 +111,13 @@ class Matcher(Recorder):
             self._given = (), {}
 
     def _starts(self) -> bool:
-        """While it is not known which op of the plan runs, it may be one that rebuilds start from."""
+        """True while it is not known which op of the plan runs: rebuilds may start from its inputs."""
         return self.capturing and (self._unknown or self.cursor.position in self.program.schedule.rebuilt)
 
     # -- an op that matches its template --------------------------------------------------------------
 
     def _startable(self, template: Template, args: tuple, kwargs: dict | None, values: Any) -> bool | None:
-        """None where the op is not called as its template says. Else whether a rebuild can have all tensors that it reads."""
+        """Whether a rebuild can use all tensors that the op reads; None where the op does not match its template."""
         deviates = self.cursor.deviation.first is not None
         if torch.is_inference_mode_enabled() or (template.writes and self._writes_known(template, args)):
             return None
@@ -167,17 +167,17 @@ class Matcher(Recorder):
         return startable
 
     def _named(self, template: Template) -> bool:
-        """Whether the op has already run in this step: tensors that it makes are on the tape."""
+        """Whether the op has already run in this step, so that tensors that it makes are on the tape."""
         versions = self.tape.versions
         return any(id in versions for _, id, _ in template.made) or any(id in versions for _, id in template.mutates)
 
     def _writes_known(self, template: Template, args: tuple) -> bool:
-        """Whether the op writes into memory that is on the tape, where the plan expects it to write into unknown memory."""
+        """Whether the op writes into memory that is on the tape although the plan expects other memory."""
         targets = [t for i in template.writes if i < len(args) for t in tensors_in(args[i])]
         return any(not is_plain(t) or storage_id(t) in self.of_storage for t in targets)
 
     def _repeat(self, template: Template, args: tuple, kwargs: dict | None, values: Any, startable: bool) -> Any:
-        """Run the op and record only the parts that differ in each step: its storages, and the state of the generator."""
+        """Run the op and record only what differs from step to step: its storages, and the state of the generator."""
         cursor, of_storage, holds = self.cursor, self.of_storage, self.program.holds
         sized_by_data = self.program.sized_by_data
         call = template.call
@@ -234,7 +234,7 @@ class Matcher(Recorder):
         self.templates = templates.none() if self.elsewhere else templates.by_op
 
     def settle(self) -> bool:
-        """Read the counters that autograd has moved since the writes, before ops run unrecorded. Returns whether it could."""
+        """Before ops run unrecorded, read the counters that autograd has moved since the writes. Returns whether it could."""
         unread = self._unread.copy()
         self._unread.clear()
         for version, ref in unread:
@@ -246,18 +246,18 @@ class Matcher(Recorder):
                 self._current(version, t)
         return True
 
-    # -- called by the native engine, and here where it is not there ----------------------------------
+    # -- called by the native engine, or here without it ---------------------------------------------
 
     @uncompiled
     def adopts(self, t: torch.Tensor, tensor: int) -> Version:
-        """A tensor from outside is read where the plan has this tensor."""
+        """An op reads `t`, which is from outside the forward, where the plan has `tensor`."""
         version = self.adopt(t)
         self.placing.meet(version, tensor, t)
         return version
 
     @uncompiled
     def drawn(self, call: Call, device: torch.device) -> Call | None:
-        """A random op is about to run: its call with the generator's present state."""
+        """The call of a random op that is about to run, with the generator's present state."""
         generator = generator_of(device)
         return None if generator is None else with_state(call, generator)
 
@@ -268,7 +268,7 @@ class Matcher(Recorder):
 
     @uncompiled
     def overwritten(self, t: torch.Tensor, call: Call | None, startable: bool, id: int) -> None:
-        """An op has written to `t`, and made this tensor of the plan. `startable`: a rebuild can have all that the op reads."""
+        """An op has written to `t`, and made tensor `id` of the plan. `startable`: a rebuild can use all that the op reads."""
         new = self._overwritten(self.of_storage[storage_id(t)], t, call, startable, id)
         new.holding.tensor = id
         if id in self.program.holds:
@@ -276,17 +276,17 @@ class Matcher(Recorder):
 
     @uncompiled
     def another_result(self) -> None:
-        """A result is of another kind than the plan's. Its op's arguments were not compared, so any result may come."""
+        """A result is of another kind than planned. That can happen, because the arguments of its op were not compared."""
         self.cursor.deviate("a result of another kind")
 
     @uncompiled
     def holds(self, t: torch.Tensor, version: Version) -> None:
-        """The plan holds a result from its birth."""
+        """Hold a result, as the plan does from the birth of its tensor."""
         self.holdings.hold(version, t)
 
     @uncompiled
     def unforeseen(self, t: torch.Tensor, tensor: int) -> None:
-        """A result differs from the plan's tensor, although all arguments of the op are as planned."""
+        """A result has another size than the plan's tensor, although all arguments of the op are as planned."""
         if storage_id(t) not in self.of_storage:
             self._new(t).why = "its size changes from step to step"
         self.cursor.deviate("a result of another size")

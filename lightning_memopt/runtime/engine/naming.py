@@ -1,4 +1,4 @@
-"""Names, in messages, of tensors that were changed: the op that made them, and the user's line that saved or read them."""
+"""Describe changed tensors in messages: by the op that made them, and by the user's line that saved or read them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REFUSED = "one of the variables needed for gradient computation has been modifie
 
 
 class Names(Protocol):
-    """The names of a step's tensors, and lines of user code. Each answer is empty where nothing is known."""
+    """The names of a step's tensors, and lines of user code. Each method returns empty text where it knows nothing."""
 
     def name_of(self, version: Version) -> str:
         """`module:op` of the op that made the version, or the parameter's name."""
@@ -105,7 +105,7 @@ def of_start(version: Version, names: Names | None) -> ModifiedError:
 
 
 def _made(name: str) -> str:
-    """Say in words what a tensor's name says: the name of a parameter or buffer, a kind ("input"), or `module:op`."""
+    """Put a tensor's name into words: the name of a parameter or buffer, a kind ("input"), or `module:op`."""
     module, by, op = name.partition(":")
     if not by or not op.startswith(("aten::", "prims::")):
         return f"the step's {name}" if name in ("input", "temporary") else name

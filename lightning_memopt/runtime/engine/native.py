@@ -1,4 +1,4 @@
-"""The native engine gets to know the objects of this one, and is tested before it is used."""
+"""Connect the native engine with the objects of the Python engine, and test it before it is used."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _TESTS: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
     "in place": (torch.ops.aten.mul_.Tensor, [0.1], {}),
     "random": (torch.ops.aten.native_dropout.default, [0.5, True], {}),
 }
-"""Name -> (overload, arguments behind the first one, arguments by name)."""
+"""Name -> (overload, positional arguments after the first one, keyword arguments)."""
 
 
 _CLASSES = View, Call, StorageVersion, Holding, Kept, Handle, Template, Matcher, Cursor, PlanDeviation, Guard, Turns
@@ -61,16 +61,18 @@ _OBJECTS = {
     "numeric_flags": numeric_flags,
     "StartChangedError": StartChangedError,
 }
-"""What the module works on: classes whose slots it reads, and values that it compares with."""
+"""What the native module works on: classes whose slots it reads, and values that it compares with."""
 
 
 def install_native(say: Callable[[str], None]) -> None:
-    """Load the native engine, once a process, and build it on first use. Where that is impossible, one line says why."""
+    """Load the native engine, once per process, and build it on first use. If that is impossible, one line says why."""
     engine.install(say, _prepare)
 
 
 def see_ops(calls: Calls) -> None:
-    """A planned forward begins: the native engine sees its ops first, until `calls`, to which this adds its own, are made."""
+    """A planned forward begins: from now on the native engine sees its ops first. Appends the call that ends this to
+    `calls`.
+    """
     module = engine.loaded()
     if module is not None:
         forward = object()
@@ -80,7 +82,7 @@ def see_ops(calls: Calls) -> None:
 
 
 def wake_hooks() -> None:
-    """The hooks of this thread's planned forward, which the native engine lets rest, are called again."""
+    """Switch on the hooks of this thread's planned forward, which the native engine had switched off."""
     module = engine.loaded()
     if module is not None:
         module.wake()
@@ -89,8 +91,8 @@ def wake_hooks() -> None:
 def _waking(original: Any) -> Any:
     @uncompiled
     def push(*hooks: Any) -> Any:
-        if _entering_hooks.listeners and compilation() is None:  # there, torch itself lets all hooks rest
-            wake_hooks()  # else these would rest
+        if _entering_hooks.listeners and compilation() is None:  # while it compiles, torch itself switches all hooks off
+            wake_hooks()  # else the pushed hooks would be off, too
         return original(*hooks)
 
     return push
@@ -111,7 +113,7 @@ def _prepare(module: Any) -> None:
 
 
 def _gives_equal_bits(module: Any, name: str) -> bool:
-    """Run a call by torch, and again by the module."""
+    """Whether torch and the native module give the same bits for a call."""
     x = torch.arange(12.0).view(3, 4).t()
     state = torch.Generator().manual_seed(1).get_state()
     func, more, named = _TESTS[name]

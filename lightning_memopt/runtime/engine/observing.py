@@ -1,7 +1,8 @@
 """The engine of observed steps: it keeps all tensors, until live bytes come near the budget.
 
-Then it *evicts* saved tensors (eviction.py): it takes a checksum, drops them, and rebuilds them on demand. It verifies the
-tensors that it keeps: in backward every call runs once more, and its result is compared, bit by bit, with the kept value (R8).
+Then it *evicts* saved tensors (eviction.py): it takes their checksums, drops them, and rebuilds them on demand. It verifies the
+calls of the tensors that it keeps: in backward every call runs once more, and its result is compared, bit by bit, with the kept
+value (R8).
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _NO_BOUND = 1 << 62
 _STATE_NBYTES = 5056
 """Bytes of the state of a random generator on the CPU."""
 _KNOWN = "aten::", "prims::"
-"""Namespaces of ops of which torch says whether they give the same bits again."""
+"""Namespaces whose ops have tags that say whether they give the same bits again."""
 
 
 class SaveEvents(Names, Protocol):
-    """The tracer, as far as the engine knows it: it is told of packs, unpacks and releases, and knows names."""
+    """The part of the tracer that the engine uses: it is told of packs, unpacks and releases, and knows names."""
 
     def packed(self, save: int, version: Version) -> None: ...
     def unpacked(self, save: int) -> None: ...
@@ -52,7 +53,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class _Told(Kept):
-    """A tensor that autograd keeps itself. The tracer is told when autograd asks for it, which means that a backward runs."""
+    """A tensor that autograd keeps itself. When autograd asks for it, a backward runs, and the tracer is told so."""
 
     __slots__ = ("_engine",)
 
@@ -68,13 +69,13 @@ class _Told(Kept):
 
 
 class _Holdings(Holdings):
-    """What is held of an observed forward: copies only where there is room for them."""
+    """What is held of an observed forward. It makes copies only where there is room for them."""
 
     def __init__(self, engine: ObservingEngine) -> None:
         self._engine: ObservingEngine = weakref.proxy(engine)  # the engine holds this
 
     def copy(self, version: Version) -> None:
-        """As in `Holdings`. Without room for the copy, nothing is rebuilt from these bytes."""
+        """See `Holdings`. Without room for the copy, nothing will be rebuilt from these bytes."""
         engine = self._engine
         is_free = version.holding.handles == 0 and version.id not in engine.surplus.needed()
         if is_free and version.nbytes > engine.room(stay=True):
@@ -91,29 +92,29 @@ class _Holdings(Holdings):
 
 
 class ObservingEngine(Engine):
-    """Keeps, evicts under pressure, verifies.
+    """Keeps tensors, evicts them near the limit, and verifies their calls.
 
     Many methods: the recorder, autograd and the session each tell it what happens.
 
     events: the tracer, or None.
     pressure: returns the bytes by which live memory exceeds the limit now; None: nothing is evicted.
     verify: whether each call runs a second time for comparison.
-    bound: what the step may take; None: all.
-    surplus: what is held and a plain step would not hold.
+    bound: how many bytes the step may take; None: any number.
+    surplus: what is held although a plain step would not hold it.
     verified: ids of versions that were compared.
-    opaque_ops: name -> reason, of ops that gave other bits when they ran again.
+    opaque_ops: op name -> reason, of ops that gave other bits when they ran again.
     starts: versions from which rebuilds may start after the forward.
     evictable: versions that may be evicted, by id.
     sums: checksums of evicted versions, by id.
     evictions: number of evictions.
     packs: whether autograd has saved a tensor.
     clock: number of ops so far.
-    needed: after the step, ids of the versions from which those must be rebuilt that autograd still holds; None before.
-    written_over: storages of starts that were written over after the forward, or between two calls of it.
-    rebuilt: versions that rebuilds made, by id; those that were dropped meanwhile leave when bytes are counted.
+    needed: after the step, ids of the versions needed to rebuild what autograd still holds; None before.
+    written_over: storages of starts that were overwritten after the forward, or between two calls of it.
+    rebuilt: versions that rebuilds made, by id. Dropped ones are removed when bytes are counted.
     on_rebuilt: called with each version that was rebuilt.
     units: the units of a sharded model; None for other models.
-    hidden: context around allocations for rebuilds, which the tracer must not count: the step alone would not make them.
+    hidden: context around allocations for rebuilds. The tracer must not count these: the user's step would not make them.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class ObservingEngine(Engine):
         self.units: Units | None = None
         self.hidden: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._calls: dict[int, Call] = {}
-        self._claimed_by: dict[int, Version] = {}  # id -> the version before it on the same memory, which autograd may claim
+        self._claimed_by: dict[int, Version] = {}  # id -> the earlier version of the same memory that autograd may claim
         self._room_nbytes = 0
         self._retained: dict[int, bool] = {}
 
@@ -176,18 +177,18 @@ class ObservingEngine(Engine):
         self.keep_to_bound()
 
     def _starts_from(self, version: Version, t: torch.Tensor) -> None:
-        """R4: rebuilds may start from a version that no call makes."""
+        """R4: rebuilds may start from this version, which no call makes."""
         if version.call is None and version.origin is not _EMPTY:
             version.holding.hold(t)
             version.holding.reachable = True
             self.surplus.holds(version)
 
     def room(self, stay: bool = False) -> int:
-        """Bytes that this step may take for a moment, or that may `stay`, beyond those in memory."""
+        """Bytes that this step may take in addition to those in memory, for a moment, or to `stay`."""
         return _NO_BOUND if self.bound is None else self.bound.room(self.surplus.nbytes().made, stay)
 
     def keep_to_bound(self) -> None:
-        """Let go of bytes that only this engine holds, where they are more than an observed step may take."""
+        """If the engine alone holds more bytes than an observed step may take, let go of some."""
         if self.bound is None:
             return
         most_nbytes = self.surplus.most_nbytes + self._states_nbytes
@@ -206,7 +207,9 @@ class ObservingEngine(Engine):
             self._pace.looked(nbytes <= spare_nbytes // 2, len(self.tape.versions))
 
     def _lose_down_to(self, few_nbytes: int, nbytes: int) -> int:
-        """Let go of starts until few bytes are left of the surplus of `nbytes`, or none may go. Returns the bytes that stay."""
+        """Let go of starts until at most `few_nbytes` of the surplus of `nbytes` are left, or no start may be let go of.
+        Returns the bytes that are left.
+        """
         for version in self.surplus.droppable(self.evictable if self.bound is not None and self.bound.is_tight else ()):
             self.lose(version)
             nbytes -= version.nbytes
@@ -229,11 +232,11 @@ class ObservingEngine(Engine):
 
     @property
     def unverified(self) -> set[str]:
-        """Names of ops, of which torch does not say whether they give the same bits again, that could not be compared."""
+        """Names of ops that have no tags to say whether they give the same bits again, and that could not be compared."""
         return self._unverified - self._verified_ops
 
     def meets(self, version: Version, t: torch.Tensor) -> None:
-        """An op of a sharded model is about to read the version, through `t`."""
+        """An op of a sharded model is about to read the version through `t`."""
         if self.units is not None and self.units.crosses(version, t):
             self.evictable.pop(version.id, None)
 
@@ -251,7 +254,7 @@ class ObservingEngine(Engine):
         return False
 
     def claimed(self, old: Version, new: Version, t: torch.Tensor) -> None:
-        """Autograd saved `old` or a version before it, and may read the bytes of `new`: they stay, as in a plain step."""
+        """Autograd saved `old` or an earlier version, and may read the bytes of `new`. So these stay, as in a plain step."""
         self._claimed_by[new.id] = old
         new.holding.hold(t)
         if rebuildable(new):
@@ -302,7 +305,7 @@ class ObservingEngine(Engine):
         """
         recorder = self.recorder
         if recorder is not None and self.starts.has(recorder.of_storage.get(storage_id(t))):
-            return  # a further call of the forward runs, and its recorder knows what it writes over
+            return  # a further call of the forward runs, and its recorder sees what it overwrites
         with self.lock:
             for version in self.starts.taken(t):
                 if rebuildable(version):
@@ -319,7 +322,7 @@ class ObservingEngine(Engine):
             self.starts.lose(version)
 
     def _reads_later(self, version: Version, t: torch.Tensor) -> None:
-        """Autograd, which saved the version, will read the new bytes; the counter of its save says whether that is an error."""
+        """Autograd saved the version and will read the new bytes. The counter of its save says whether that is an error."""
         later: Version = StorageVersion(-1 - version.id, t, self.tape)
         later.holding.hold(t)
         later.why = "written over after the forward"
@@ -350,7 +353,7 @@ class ObservingEngine(Engine):
             version = next_evicted(candidates, self.clock, self.tape.versions)
             if version is None:
                 return
-            if self.bound is not None and not self.surplus.gives_back(version, self.evictable):  # else no start is let go
+            if self.bound is not None and not self.surplus.gives_back(version, self.evictable):  # else it would free nothing
                 self.evictable.pop(version.id)
                 continue
             self.evict(version)
@@ -384,7 +387,7 @@ class ObservingEngine(Engine):
                 try:
                     with self.hidden():
                         self._verify(version)
-                except (ModifiedError, UnsupportedError):  # it cannot be rebuilt, but it is in memory: no error
+                except (ModifiedError, UnsupportedError):  # it cannot be rebuilt, but it is in memory, so there is no error
                     self.starts.changed_unseen()
                     self.evictable.clear()
             return super().request(handle)
@@ -406,7 +409,7 @@ class ObservingEngine(Engine):
                     self.evictable[version.id] = version
 
     def retains(self, version: Version) -> bool:
-        """A version with handles stays while the limit allows: a long rebuild must not use up bytes that evictions freed."""
+        """A version with handles stays while memory is below the limit, so that a long rebuild does not undo evictions."""
         if version.holding.handles == 0:
             return False
         stays = self._retained.get(version.id)
@@ -417,7 +420,7 @@ class ObservingEngine(Engine):
         return stays
 
     def _verify(self, version: Version) -> None:
-        """Where there is room, rebuild a kept version and compare. A mismatch makes its op opaque."""
+        """If there is room, rebuild a kept version and compare. A difference makes its op opaque."""
         holding, call = version.holding, version.call
         assert call is not None
         self.verified.add(version.id)
@@ -434,7 +437,7 @@ class ObservingEngine(Engine):
         self._verified_ops.add(call.func.name())
 
     def _needed_nbytes(self, version: Version) -> int:
-        """The most bytes that a rebuild of a version takes at a time, without the workspaces of its ops."""
+        """Maximum number of bytes that a rebuild of a version takes at one moment, without the workspaces of its ops."""
         versions = self.tape.versions
         with version.holding.set_aside():
             calls = closure(versions, [version])
@@ -451,7 +454,7 @@ class ObservingEngine(Engine):
         return peak_nbytes
 
     def _distrust(self, version: Version) -> None:
-        """The op of the version gave other bits: it is opaque from now on."""
+        """The op of the version gave other bits. It is opaque from now on."""
         assert version.call is not None
         name = version.call.func.name()
         if name not in self.opaque_ops:
@@ -476,7 +479,7 @@ class ObservingEngine(Engine):
                 self.events.released(handle.save)
 
     def _let_go(self, version: Version) -> None:
-        """Let go of bytes that autograd will not read any more, where that is so."""
+        """Let go of the bytes if autograd will not read them any more."""
         earlier: Version | None = version
         while earlier is not None:
             if earlier.holding.handles > 0:

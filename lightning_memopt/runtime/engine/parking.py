@@ -23,7 +23,7 @@ from lightning_memopt.torch_private import backward_keeps_graph, backward_task
 class Parking:
     """The parked tensors of one forward.
 
-    depot: the place for parked bytes; None where the plan parks nothing.
+    depot: the tiers for parked bytes; None where the plan parks nothing.
     active: tensors that the plan has in memory now (shared with `PlannedHoldings`).
     """
 
@@ -38,8 +38,8 @@ class Parking:
         self._checks = checks
         self._next_fence = 0
         self._late: list[tuple[int, int]] = []
-        """(op, tensor): drop the tensor when this op has run. These tensors were packed after their fence, or are packed for
-        this op in a form that is not bit-identical.
+        """(op, tensor): drop the tensor when this op has run. These tensors were packed after their fence, or this op packs
+        them in a form that is not bit-identical.
         """
         cursor.fence = program.fences[0][0] if program.fences else NEVER
         if depot is not None:
@@ -50,9 +50,9 @@ class Parking:
     def pass_fences(self, over: bool = False) -> None:
         """Drop the bytes of tensors whose fence is an op that has run. Waits for their copies out.
 
-        It is called before the next op runs. Autograd has packed the inputs of the last op by then. `over`: the recorded
-        forward is over. The plan's later ops, those of the loss, run unseen, so their fences are passed now: what user code
-        still reads it holds itself, as autocast holds its casts of weights.
+        It is called before the next op runs, when autograd has packed the inputs of the last op. `over`: the recorded forward
+        is over. The plan's later ops, those of the loss, run unseen, so their fences are passed now. User code keeps what it
+        still reads, as autocast keeps its casts of weights.
         """
         fences, position = self._program.fences, NEVER if over else self._cursor.position
         while self._next_fence < len(fences) and fences[self._next_fence][0] < position:
@@ -84,9 +84,7 @@ class Parking:
         self.let_go(version)
 
     def _fence_after(self, tensor: int, exact: bool) -> None:
-        """Drop the tensor after this op, where its fence was passed already, or where it is not certain that this op is the
-        plan's.
-        """
+        """Drop the tensor after this op if its fence was passed already, or if this op may not be the plan's."""
         fence = self._program.fence_of.get(tensor)
         fences, position = self._program.fences, self._cursor.position
         if fence is None or (exact and self._next_fence < len(fences) and (fence, tensor) >= fences[self._next_fence]):
@@ -95,7 +93,9 @@ class Parking:
         self._cursor.fence = min(self._cursor.fence, self._late[-1][0])
 
     def park(self, version: Version, t: torch.Tensor) -> None:
-        """Begin to park the bytes of a version in the plan's form for its tensor. They stay in memory until the fence."""
+        """Begin to park the bytes of a version, in the form that the plan has for its tensor. They stay in memory until the
+        fence.
+        """
         tensor = version.holding.tensor
         assert tensor is not None
         if self.depot is None:
@@ -108,7 +108,7 @@ class Parking:
                 self._checks.note(version, t)
 
     def pack(self, version: Version, t: torch.Tensor, save: int) -> bool:
-        """Park a tensor that autograd saves. Returns whether it did: it does not where the plan's form is not for this save."""
+        """Park a tensor that autograd saves, unless the plan's form is meant for another save. Returns whether it did."""
         holding = version.holding
         assert holding.tensor is not None
         codec = codec_of(self._program.parked[holding.tensor])
@@ -117,7 +117,7 @@ class Parking:
             return False  # a view of the memory as another type
         if not exact and not self._expects(save):
             return False
-        if holding.parked is None or not exact:  # not exact: it stays until it is certain that this op is the plan's
+        if holding.parked is None or not exact:  # if not exact, it stays until it is certain that this op is the plan's
             holding.hold(t)
             self.active.add(holding.tensor)
             self._fence_after(holding.tensor, exact)
@@ -126,7 +126,7 @@ class Parking:
         return True
 
     def _expects(self, save: int) -> bool:
-        """A5: whether this is a save for which the plan has chosen a form that is not bit-identical."""
+        """A5: whether the plan has chosen a form that is not bit-identical for this save."""
         return save != BEFORE and self._cursor.on_plan and self._program.graph.saves[save].op == self._cursor.position
 
     # -- in backward -------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class Parking:
         return parked.spent or (not parked.exact and not self._cursor.on_plan)  # an op that is not the plan's may ask
 
     def show(self, version: Version, handle: Handle) -> torch.Tensor:
-        """A5: the value that a codec decodes, for autograd alone."""
+        """A5: the decoded value, which only autograd gets."""
         parked = version.holding.parked
         assert parked is not None
         self._may_show(version, handle, parked.lossy)
@@ -177,13 +177,13 @@ class Parking:
             )
 
     def spend(self, version: Version) -> None:
-        """A7: autograd has got the value. Drop the encoded bytes where autograd will not ask again."""
+        """A7: autograd has got the value. Drop the encoded bytes if autograd will not ask again."""
         parked = version.holding.parked
         if parked is not None and not parked.spent and self._for_the_last_time(version):
             parked.spend()
 
     def _for_the_last_time(self, version: Version) -> bool:
-        """Whether the plan fetches the version no more, and backward is as planned and not run twice."""
+        """Whether the plan does not fetch the version again, and backward runs as planned and only once."""
         tensor = version.holding.tensor
         if not self._cursor.strict or tensor is None or self._cursor.point < self._program.last_fetch[tensor]:
             return False

@@ -1,7 +1,7 @@
-"""Placing finds the plan's op for a recorded op. Where the plan's next op does not match it, rejoining.py searches the plan.
+"""Find the plan's op for a recorded op. If the plan's next op does not match it, rejoining.py searches the plan.
 
-Sizes that depend on data (the tokens of an expert) need not match. Results of an op without a match (another branch, another
-shape, an extra op) are kept: memory may grow, numbers cannot change.
+Sizes that depend on data (the number of tokens of an expert) need not match. Results of an op without a match (another branch,
+another shape, an extra op) are kept, so a deviation can cost memory, but cannot change numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Placing:
     program: the plan.
     cursor: how far the forward has come.
     holdings: decides what is held.
-    unproven: the plan may be the plan of another model, so `places` is not asked.
+    unproven: whether the plan may be that of another model, so that the rest of the plan is not searched for an op.
     versions: the versions of the tape, by id.
     places: finds ops that are not at their position.
     """
@@ -51,8 +51,8 @@ class Placing:
         self._of_storage = of_storage
 
     def place(self, record: OpRecord, given: Given) -> Place | None:
-        """The place of an op that was just recorded; None where it is not an op of the plan. Matches the versions that it reads
-        and makes to tensors of the plan, and holds or drops them as the plan says.
+        """The place, in the plan, of an op that was just recorded; None if it is not an op of the plan. Matches the versions
+        that the op reads and makes to tensors of the plan, and holds or drops them as the plan says.
         """
         cursor, program = self.cursor, self.program
         j = cursor.position
@@ -88,8 +88,8 @@ class Placing:
         return place
 
     def _aside(self, record: OpRecord, place: Place | None, given: Given) -> bool:
-        """Whether backward is the same with and without this op: it does not read weights or tensors with a gradient, it does
-        not write to memory of the plan, and the ops of the plan that it skips do neither.
+        """Whether backward is the same with and without this op. So it must read neither weights nor tensors with a gradient,
+        and not write to memory of the plan, and the same must hold of the ops of the plan that are skipped.
         """
         if place is not None:
             end = place.position + 1 if place.others else place.position
@@ -121,12 +121,12 @@ class Placing:
                     version.call, version.holding.reachable = None, False
         stays = again and not self.holdings.can_run(record.call, record.reads)
         if stays:
-            record.call = None  # so it becomes no template, either
+            record.call = None  # so that no template is made of it, either
         for version, t in made:
             own = version.holding.tensor
             if stays and own is not None and not version.empty:
-                # The plan makes it again, and this step cannot: the op reads memory that it did not read when it was observed
-                # (memory of another library), or the generator's state was not noted. So the result stays.
+                # The plan makes it again, but this step cannot: the op reads memory (of another library) that it did not read
+                # when it was observed, or the generator's state was not recorded. So the result stays.
                 version.call = None
                 self.holdings.hold(version, t)
                 self.holdings.guard.keep({version.id}, self._wanted_until([own]))
@@ -140,11 +140,11 @@ class Placing:
         return all(version.holding.tensor == t for version, t in zip(record.reads, inputs, strict=True))
 
     def _read_instead(self, version: Version, tensor: int, j: int, given: Given) -> None:
-        """The plan's op `j` read the version in place of `tensor`. Where `tensor` was not made in this step, the version stands
-        in for it.
+        """The plan's op `j` read the version instead of `tensor`. If `tensor` was not made in this step, the version stands in
+        for it.
 
-        Bytes that a rebuild needs stay. They are held as the plan holds `tensor`; or they can be rebuilt from held versions,
-        which then stay; or, where they cannot be rebuilt, they are held as long as the plan needs any tensor of the version.
+        Bytes that a rebuild needs stay. Either they are held as the plan holds `tensor`; or they can be rebuilt from held
+        versions, which then stay; or else they are held as long as the plan needs any tensor of the version.
         """
         program, versions, guard = self.program, self.versions, self.holdings.guard
         holding: Holding = version.holding
@@ -157,7 +157,7 @@ class Placing:
                 self._is(version, tensor)
             else:
                 versions[tensor] = version
-                guard.stands.setdefault(version.id, []).append(tensor)
+                guard.stand_ins.setdefault(version.id, []).append(tensor)
         if not wanted:
             return
         starts = starts_of(version, versions)
@@ -167,22 +167,24 @@ class Placing:
             starts, held = {version.id}, True
         if held and holding.claim is not Claim.PINNED:
             self.holdings.hold(version, self._argument(version, given), tensor)
-        names = [tensor, holding.tensor, *guard.stands.get(version.id, ())] if lost else [tensor]
+        names = [tensor, holding.tensor, *guard.stand_ins.get(version.id, ())] if lost else [tensor]
         guard.keep(starts, None if taken else self._wanted_until(names))
 
     def _wanted_until(self, names: list[int | None]) -> int | None:
-        """The last point at which the plan needs any of these tensors; None, for to the end, where it does not know all."""
+        """The last point at which the plan needs any of these tensors; None (to the end) if the plan does not know all of
+        them.
+        """
         made = [name for name in names if name is not None and name in self.program.graph.producers]
         return max(map(self.program.wanted_until, made)) if len(made) == len(names) else None
 
     def _argument(self, version: Version, given: Given) -> torch.Tensor:
-        """The argument, of the op that is being recorded, that is on the version."""
+        """The argument, of the op that is being recorded, that is a tensor on the version."""
         args, kwargs = given
         return next(t for t in tensors_in([*args, *kwargs.values()]) if self._of_storage.get(storage_id(t)) is version)
 
     def _same(self, reads: tuple[Version, ...], made: Made, j: int) -> bool:
-        """Whether the op with these versions is the plan's op `j`. A tensor that was made before the forward is matched where
-        an op first reads it.
+        """Whether an op that reads and makes these versions is the plan's op `j`. A tensor that was made before the forward is
+        matched when an op first reads it.
         """
         inputs, outputs = self.program.inputs[j], self.program.outputs[j]
         versions, fits = self.versions, self._learned.fits
@@ -194,7 +196,7 @@ class Placing:
         return all(versions.get(tensor) is version or self._may_be(version, tensor) for version, tensor in pairs)
 
     def meet(self, version: Version, tensor: int, t: torch.Tensor) -> None:
-        """A tensor `t` that was made before the forward is read where the plan reads `tensor`."""
+        """An op reads `t`, which was made before the forward, where the plan reads `tensor`."""
         if self._may_be(version, tensor):
             self._is(version, tensor)
             if tensor in self.program.handed_over:
@@ -210,8 +212,8 @@ class Placing:
     def _is(self, version: Version, tensor: int) -> None:
         """Match a version that was made before the forward to a tensor of the plan.
 
-        Where ops of the plan make the tensor, these ops did not run, and no call rebuilds the version. So it stays as long as
-        rebuilds may start from it, however often the plan drops the tensor.
+        If ops of the plan make the tensor, these ops did not run, and no call can rebuild the version. So it stays as long as
+        rebuilds may start from it, even where the plan drops the tensor.
         """
         version.holding.tensor = tensor
         self.versions[tensor] = version

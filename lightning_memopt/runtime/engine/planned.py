@@ -1,4 +1,4 @@
-"""The engine that carries out a plan: it drops, holds, parks and rebuilds the plan's tensors at the plan's points."""
+"""The engine that carries out a plan: it drops, holds, parks and rebuilds tensors at the points that the plan gives."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ _EXTERNAL = Origin.EXTERNAL
 
 
 class PlannedEngine(Engine):
-    """One forward pass under a program, and its backward. Many methods: recorder, session, autograd's handles and the native
-    engine each ask it.
+    """One forward pass under a program, and its backward. Many methods: the recorder, the session, autograd's handles and the
+    native engine each call it.
 
     learned: what the engine remembers of earlier forwards under the program.
     program: the plan, indexed.
-    unproven: the plan may be the plan of another model, so an op that does not match at the cursor is not an op of the plan.
+    unproven: whether the plan may be that of another model, so that an op that does not match at the cursor is not looked for.
     cursor: how far the step has come, and how it deviates from the plan.
     checks: checksums of dropped and parked bytes, where `verify` is true.
     guard: versions that stay longer than the plan says.
-    parking: the parked tensors; their bytes are put into `depot`.
+    parking: the parked tensors. Their bytes go into `depot`.
     holdings: decides what is held.
     turns: which of the plan's events have come in backward.
-    packing: what the native hook packs with; None where Python packs all tensors.
-    calls: how many calls of the model have followed the first one.
-    between: the recorder, between two calls of the plan; else None.
+    packing: the data of the native pack hook; None where Python packs all tensors.
+    calls: number of calls of the model after the first one.
+    between: between two calls of the plan, the recorder; else None.
     """
 
     holdings: PlannedHoldings
@@ -70,14 +70,14 @@ class PlannedEngine(Engine):
         self.cursor = Cursor()
         self.checks = Checks(verify)
         self.guard = Guard(len(program.graph.points))
-        self.parking = Parking(program, self.tape, self.cursor, self.checks, set(program.outlasting), depot)
+        self.parking = Parking(program, self.tape, self.cursor, self.checks, set(program.resident_starts), depot)
         self.holdings = PlannedHoldings(program, self.cursor, self.guard, self.parking, self.tape.versions)
         self.turns = Turns(program, self.cursor)
         self._names = GraphNames(program.graph)
         self._labels: set[int] = set()
-        """Saves of the plan that autograd made in this step, whether it got a handle or keeps the tensor itself."""
+        """Saves of the plan that autograd made in this step, including those where it keeps the tensor itself."""
         self._due: list[int] = []
-        """Tensors that the plan frees at events that were passed over, and that cannot be rebuilt."""
+        """Tensors that cannot be rebuilt and that the plan frees at events that were passed over."""
         self.packing: object = None
         self.calls = 0
         self.between: Matcher | None = None
@@ -100,11 +100,11 @@ class PlannedEngine(Engine):
 
     def make_recorder(self) -> Matcher:
         recorder, self.between = self.between, None
-        # weak: between two calls, this engine lives as long as autograd's handles, and holds the recorder
+        # weak, because between two calls the engine holds the recorder, and must be freed with autograd's handles
         return recorder or Matcher(weakref.proxy(self), self.tape, self.holdings, self.learned, self.unproven)
 
     def next_call(self) -> bool:
-        """A call of the model begins. Returns whether it is the plan's next one: none of its backward has come yet."""
+        """A call of the model begins. Returns whether it is the plan's next one, before any of the backward has come."""
         turns, cursor = self.turns, self.cursor
         if self.between is None or self.between.thread != get_ident() or cursor.deviation.out_of_order:
             return False
@@ -121,7 +121,7 @@ class PlannedEngine(Engine):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the plan has no further call of the model."""
+        """Whether all of the plan's calls of the model have come."""
         return self.calls == len(self.program.calls)
 
     def end_forward(self) -> None:
@@ -147,8 +147,9 @@ class PlannedEngine(Engine):
         native = self._native
         if native is not None and not self.checks.on:
             program, guard = self.program, self.guard
-            plan = program.tracked, program.parked, program.outdated, program.unkept, program.packs, program.packs_here
-            step = self._labels, guard.stands, self.turns.packed
+            packed = program.packed_then_overwritten, program.dropped_at_pack, program.packs, program.packs_here
+            plan = program.tracked, program.parked, *packed
+            step = self._labels, guard.stand_ins, self.turns.packed
             self.packing = native.packing(recorder.of_storage, self.cursor, self._names, *plan, *step)
 
     @uncompiled
@@ -160,15 +161,15 @@ class PlannedEngine(Engine):
 
     @uncompiled
     def save_of(self, version: Version) -> int:
-        """The plan's save of this tensor, among those still to come in this step, that is nearest to the position; BEFORE where
+        """Among the plan's saves of this tensor that are still to come in this step, the one nearest to the position; BEFORE if
         there is none.
         """
         tensor = version.holding.tensor
         if tensor is None:
             return BEFORE
         position, packs, labels = self.cursor.position, self.program.packs, self._labels
-        tensors = (tensor, *self.guard.stands.get(version.id, ()))
-        here = self.program.packs_here  # a tensor may be saved by hundreds of ops: all of them are looked at only if need be
+        tensors = (tensor, *self.guard.stand_ins.get(version.id, ()))
+        here = self.program.packs_here  # hundreds of ops may save a tensor, so those here are tried first
         save = min((s for t in tensors for s in here.get((t, position), ()) if s not in labels), default=BEFORE)
         if save == BEFORE:
             distances = ((abs(op - position), s) for t in tensors for op, s in packs.get(t, ()) if s not in labels)
@@ -183,23 +184,23 @@ class PlannedEngine(Engine):
         return sum(tensors[t].nbytes for save, t in self.program.saved if save not in self._labels)
 
     def keeps(self, version: Version, t: torch.Tensor, save: int) -> bool:
-        # asked for every save of every step: `external`, `stale` and `rebuildable` are written out, because calls cost more
+        # runs for every save of every step, so `external`, `stale` and `rebuildable` are written out: calls cost more
         holding, program = version.holding, self.program
         if holding.tensor is None and not version.external:
             self.cursor.deviation.unplanned_nbytes += version.nbytes
         if version.origin is _EXTERNAL or version.next is not None or holding.tensor not in program.tracked:
             return True
-        if save == BEFORE and holding.parked is None:  # the observed step did not save it so often
+        if save == BEFORE and holding.parked is None:  # the observed step saved it less often
             return True
         if holding.tensor in program.parked and not self.parking.pack(version, t, save):
             return True
         if holding.value is not None or holding.parked is not None:
             return False
-        if holding.tensor in program.outdated:
-            # a later version is held and read in its place; this one is read if it is not overwritten in this step
+        if holding.tensor in program.packed_then_overwritten:
+            # normally a later version is held and read instead; this one is read if this step does not overwrite it
             holding.hold(t)
             return False
-        if not (version.call is not None and holding.reachable and holding.tensor in program.unkept):
+        if not (version.call is not None and holding.reachable and holding.tensor in program.dropped_at_pack):
             return True
         if self.checks.on:
             self.checks.note(version, t)
@@ -223,7 +224,7 @@ class PlannedEngine(Engine):
             if self.recorder is not None:
                 self._prefer_users_memory(handle.version)
             value = super().request(handle)
-            if self.recorder is not None:  # a backward within the forward: ops of the forward may read its rebuilt bytes
+            if self.recorder is not None:  # a backward in the forward: ops of the forward may read what it rebuilds
                 self.recorder.recognise(handle.version, handle.version.holding.value)
             self.checks.compare(handle.version)
             if turn.planned:
@@ -232,14 +233,14 @@ class PlannedEngine(Engine):
 
     @staticmethod
     def _prefer_users_memory(version: Version) -> None:
-        """Ops of the forward know a version by the memory that the user holds, not by what another rebuild made."""
+        """Drop rebuilt bytes if the user still has the version's own memory, by which ops of the forward know it."""
         value = version.holding.value
         if value is not None and version.alive() is not None and storage_id(value) != version.weak:
             version.holding.drop()
 
     @uncompiled
     def given(self, handle: Handle) -> torch.Tensor:
-        """The tensor of a handle, after what the plan does before it. Called by the native engine."""
+        """The tensor of a handle, after the actions that the plan has before it. Called by the native engine."""
         return super().request(handle)
 
     def value_of(self, version: Version, handle: Handle) -> torch.Tensor:
@@ -262,18 +263,18 @@ class PlannedEngine(Engine):
             event = ("release", handle.save, 0)
             if self._backward is not None and self._native.released(self._backward, self, handle):
                 return
-            with contextlib.suppress(OffloadError):  # a copy out has failed: the bytes stay, and a later wait raises the error
+            with contextlib.suppress(OffloadError):  # a failed copy out: the bytes stay, and a later wait raises the error
                 if self._take(event).planned:
                     self._free(event)
                 if version.holding.handles == 0 and not self.holdings.lives(version):
                     self.holdings.let_go(version)
 
     def retains(self, version: Version) -> bool:
-        """A version with handles stays where the plan has it in memory; any such version, once backward is out of order."""
+        """A version with handles stays if the plan has it in memory now, or if backward is out of order."""
         return version.holding.handles > 0 and (self.cursor.deviation.out_of_order or self.holdings.lives(version))
 
     def _take(self, event: Event) -> Turn:
-        """An event has come: do first what the plan does before it, and at events that were passed over."""
+        """An event has come. First do what the plan does before it, and what it does at events that were passed over."""
         if self.recorder is not None and self.cursor.past_fence:
             self.parking.pass_fences()  # else the next op would drop what the event fetches
         turn = self.turns.take(event, in_forward=self.recorder is not None)
@@ -287,7 +288,7 @@ class PlannedEngine(Engine):
         return turn
 
     def _run_segment(self, event: Event, asked: bool = True) -> None:
-        """Run the segment of an unpack, if there is one. `asked`: autograd asks; false for an event that was passed over."""
+        """Run the segment of an unpack, if there is one. `asked` is false for an event that was passed over."""
         planned = self.program.segments.get(event[1:])
         if planned is not None and planned[0] > self.cursor.point:
             self.cursor.point = planned[0]
@@ -296,11 +297,11 @@ class PlannedEngine(Engine):
     def _perform(self, steps: Segment, point: int, asked: bool) -> None:
         """Run a segment. Missing bytes that it needs are rebuilt on demand.
 
-        Where nobody asked, or the forward deviated, ops that cannot run are left out: a request rebuilds its bytes afterwards.
+        Ops that cannot run are skipped if nobody asked or the forward deviated. A later request then rebuilds its bytes.
         """
         strict = asked and self.cursor.on_plan
         versions = self.tape.versions
-        # before the ops run: so tensors that are rebuilt on demand, for another op of the segment, stay, too
+        # before the ops run, so that tensors that are rebuilt on demand for another op of the segment stay, too
         self.holdings.active.update(t for t in self.program.births.get(point, ()) if t in versions)
         with below_autograd(), flags_of(self.tape), spans.segment(self.program.graph, steps):
             for step in steps:
@@ -315,8 +316,8 @@ class PlannedEngine(Engine):
 
     @uncompiled
     def perform_natively(self, segment: int) -> None:
-        """Run a segment of a step that is as planned. Called by the native engine, where it cannot do so itself: other settings
-        are on than in the forward, a transform is under way, or a profiler wants a span.
+        """Run a segment of a step that is as planned. The native engine calls this where it cannot run the segment itself:
+        settings differ from those of the forward, a transform runs, or a profiler wants a span.
         """
         span = spans.segment(self.program.graph, self.program.schedule.segments.get(self.cursor.point))
         with below_autograd(), flags_of(self.tape), span:
@@ -332,32 +333,32 @@ class PlannedEngine(Engine):
     @uncompiled
     def run_again(self, op: int, clones: Iterable[int], strict: bool) -> None:
         """Run an op of the plan's forward again. `clones`: tensors that it overwrites and whose old bytes are needed."""
-        versions, stands = self.tape.versions, self.guard.stands
+        versions, stand_ins = self.tape.versions, self.guard.stand_ins
         made = [versions[t] for t in self.program.outputs[op] if t in versions]
         call = next((version.call for version in made if version.call is not None), None)
-        if call is None or any(version.id in stands and not missing(version) for version in made):
+        if call is None or any(version.id in stand_ins and not missing(version) for version in made):
             return  # it did not run in this step, and the version that stands in for its result is in memory
         try:
             absent = [versions[id] for id in call.reads if missing(versions[id])]
         except NotGatheredError:
             if strict:
                 raise
-            return  # a request rebuilds the bytes, if one comes while the weight is there
+            return  # if a request comes while the weight is gathered, it rebuilds the bytes
         if not strict:
             makes = any(version.holding.reachable or version.empty for version in made)
             if not makes or any(starts_of(version, versions) is None for version in absent):
                 return
         if absent:
             self.rebuild(absent)
-        survive = {versions[t].id for t in clones if t in versions} | stands.keys() | self.guard.needed
+        survive = {versions[t].id for t in clones if t in versions} | stand_ins.keys() | self.guard.needed
         run(call, versions, lambda version: version.id in survive)
         self.rebuilt_ops.append(call.op)
 
     def _free(self, event: Event, passed: bool = False) -> None:
         """Drop the tensors that the plan frees at an event.
 
-        At an event that was `passed` over, a tensor that cannot be rebuilt stays until the next release: until then, a second
-        backward may come.
+        At an event that was `passed` over, a tensor that cannot be rebuilt stays until the next release, because a second
+        backward may come before that.
         """
         tensors: Iterable[int] = self.program.frees.get(event, ())
         if self._due and event[0] == "release" and not passed:

@@ -39,7 +39,7 @@ class PlannedHoldings(Holdings):
     # -- told by the recorder ----------------------------------------------------------------------
 
     def makes_again(self, version: Version) -> bool:
-        """Where nothing is held, nothing is dropped: what the bytes would be made from is not looked for."""
+        """See `Holdings`. If no value is held, there is nothing to drop, so the slow question is not asked."""
         return rebuildable(version) and (version.holding.value is None or can_make(version, self.versions))
 
     def overwrites(self, version: Version) -> None:
@@ -53,15 +53,15 @@ class PlannedHoldings(Holdings):
         super().overwrites(version)
 
     def copy(self, version: Version) -> None:
-        outdated = version.holding.tensor in self.program.outdated
-        if outdated and version.id not in self.guard.stands and version.id not in self.guard.needed:
-            version.holding.drop()  # the new bytes are held, and read in its place
+        overwritten = version.holding.tensor in self.program.packed_then_overwritten
+        if overwritten and version.id not in self.guard.stand_ins and version.id not in self.guard.needed:
+            version.holding.drop()  # the new bytes are held, and read instead
         else:
             super().copy(version)
 
     def overwritten(self, old: Version, new: Version, t: torch.Tensor, reachable: bool) -> None:
         super().overwritten(old, new, t, reachable)
-        if new.holding.claim is Claim.PINNED and not old.read:  # the new version holds this memory from now on
+        if new.holding.claim is Claim.PINNED and not old.read:  # from now on the new version holds this memory
             old.holding.drop()
             if old.holding.claim is Claim.PINNED:
                 old.holding.claim = Claim.POSSIBLE
@@ -73,14 +73,16 @@ class PlannedHoldings(Holdings):
             self.guard.keep({old.id})
         held = super().replaced(old, new, t)
         if new.holding.claim is not Claim.NONE:
-            new.holding.hold(t)  # autograd reads the bytes that are in this memory then
+            new.holding.hold(t)  # autograd will read whatever bytes are in this memory
             new.holding.claim = Claim.PINNED
         return held
 
     # -- what the plan says ------------------------------------------------------------------------
 
     def hold(self, version: Version, t: torch.Tensor, tensor: int | None = None) -> None:
-        """Hold the version: the plan holds its tensor from its birth, or holds `tensor`, which the version stands in for."""
+        """Hold the version, because the plan holds its tensor from its birth, or holds `tensor`, which the version stands in
+        for.
+        """
         holding: Holding = version.holding
         if version.empty:
             return
@@ -100,8 +102,8 @@ class PlannedHoldings(Holdings):
 
     def lives(self, version: Version) -> bool:
         """Whether the plan has the version's bytes in memory now."""
-        stands = self.guard.stands
-        if version.id in stands and not self.active.isdisjoint(stands[version.id]):
+        stand_ins = self.guard.stand_ins
+        if version.id in stand_ins and not self.active.isdisjoint(stand_ins[version.id]):
             return True
         return version.holding.tensor in self.active
 
@@ -109,7 +111,7 @@ class PlannedHoldings(Holdings):
 
     @uncompiled
     def free(self, version: Version) -> None:
-        """The plan frees the bytes in the middle of a segment: drop them, unless they are needed longer."""
+        """The plan frees the bytes within a segment: drop them, unless they are needed longer."""
         if version.id in self.guard.needed or self.lives(version) or self.parking.must_stay(version):
             return
         if version.holding.parked is not None or self.may_drop(version):
@@ -117,7 +119,7 @@ class PlannedHoldings(Holdings):
 
     @uncompiled
     def let_go(self, version: Version) -> None:
-        """A life of the version's tensor has ended: drop the bytes where that is possible."""
+        """A life of the version's tensor has ended: drop the bytes if that is possible."""
         holding: Holding = version.holding
         if holding.parked is not None and holding.tensor is not None:
             needed = version.id in self.guard.needed
@@ -142,9 +144,9 @@ class PlannedHoldings(Holdings):
         return can_make(version, self.versions)
 
     def unguard(self, version: Version) -> None:
-        """The guard needs the version no longer: drop it if the plan has dropped its tensor already."""
+        """The guard no longer needs the version: drop it if the plan has already dropped its tensor."""
         holding: Holding = version.holding
-        stands = version.id in self.guard.stands and (can_make(version, self.versions) or holding.handles == 0)
-        held = holding.tensor in self.program.holds or stands
+        stands_in = version.id in self.guard.stand_ins and (can_make(version, self.versions) or holding.handles == 0)
+        held = holding.tensor in self.program.holds or stands_in
         if held and not self.lives(version) and self.may_drop(version) and not self.parking.must_stay(version):
             holding.drop()

@@ -16,12 +16,14 @@ from lightning_memopt.plan.forms import EXACT, codec_of
 from lightning_memopt.record import is_norm
 
 _WORTHWHILE = 16
-"""A module with fewer ops is recorded: to leave and enter the recorder takes as long as the native engine takes for so many."""
+"""Minimum number of ops of a module that runs unrecorded. The native engine runs about as many while the recorder is left
+and entered.
+"""
 
 
 def sized_by_data(graph: Graph) -> frozenset[int]:
-    """Tensors of the forward whose sizes may differ from step to step: results of ops whose sizes depend on data, and results
-    of ops that read those.
+    """Tensors of the forward whose sizes may differ from step to step: results of ops whose sizes depend on data, and all
+    results made from them.
     """
     varying: set[int] = set()
     for op in graph.forward:
@@ -46,7 +48,7 @@ def _looks_at_data(name: str) -> bool:
 class Program:
     """A plan's lives, lowered to a schedule and indexed for the engine. It never changes.
 
-    Many methods: each is one index of the same schedule, made when it is first asked for.
+    Many methods: each is one index of the same schedule, made when it is first used.
 
     graph: the graph that the plan was made for.
     lives: the plan.
@@ -72,12 +74,14 @@ class Program:
 
     @cached_property
     def calls(self) -> list[int]:
-        """The positions at which calls of the model begin, but for the first call."""
+        """The positions at which calls of the model begin, except the first call."""
         return [j for j, name in enumerate(self.names) if name == CALL]
 
     @cached_property
     def handed_over(self) -> frozenset[int]:
-        """Tensors that the plan holds and that were made before the call that reads them, by an earlier one or in between."""
+        """Tensors that the plan holds and that were made before the call that reads them: by an earlier call or between
+        calls.
+        """
         return self.holds.intersection(t for j in self.calls for t in self.outputs[j])
 
     @cached_property
@@ -126,8 +130,8 @@ class Program:
     def fences(self) -> list[tuple[int, int]]:
         """(forward op, parked tensor), in order: when the op has run, the tensor's bytes are dropped.
 
-        Autograd lets go of a save within the forward where user code drops a result that it saved (`argsort` drops the sorted
-        values). What is freed there may be packed again for the next op, so it has a fence as well.
+        Autograd releases a save within the forward if user code drops a result that autograd saved (`argsort` drops the sorted
+        values). A tensor that is freed then may be packed again for the next op, so it has a fence, too.
         """
         points, begins = self.graph.points, [op.at for op in self.graph.forward]
         in_forward = (p for p in self.schedule.frees if p < self.graph.backward_begins and points[p].kind != "unpack")
@@ -150,7 +154,7 @@ class Program:
 
     @cached_property
     def unsaved(self) -> frozenset[int]:
-        """Tensors that are parked although autograd never packs them: rebuilds start from them."""
+        """Tensors that are parked although autograd never packs them, because rebuilds start from them."""
         packed = {then for then, _ in self._packed}
         return frozenset(t for t in self.parked if t not in packed)
 
@@ -165,9 +169,9 @@ class Program:
 
     @cached_property
     def tracked(self) -> frozenset[int]:
-        """Tensors that the engine must match. These are the tensors that the plan drops or parks, the inputs and results of
-        ops that run again, and all other versions of their storages; then the tensors whose handles are the events at which
-        segments run or such tensors are freed.
+        """Tensors that the engine must match: those that the plan drops or parks, the inputs and results of ops that run again,
+        all other versions of their storages, and the tensors whose handles are the events at which segments run or such
+        tensors are freed.
         """
         ops, tensors, points = self.graph.ops, self.graph.tensors, self.graph.points
         tracked: set[int] = set()
@@ -184,7 +188,7 @@ class Program:
 
     @cached_property
     def sized_by_data(self) -> frozenset[int]:
-        """See the function."""
+        """See the function `sized_by_data`."""
         return sized_by_data(self.graph)
 
     @cached_property
@@ -198,19 +202,21 @@ class Program:
         return frozenset(t for op in self.schedule.rebuilt for t in self.graph.ops[op].inputs)
 
     @cached_property
-    def outlasting(self) -> frozenset[int]:
-        """Tensors from before the step that rebuilds start from and that have no life in the plan: always in memory."""
+    def resident_starts(self) -> frozenset[int]:
+        """Tensors from before the step from which rebuilds start and that have no life in the plan: they are always in
+        memory.
+        """
         living = {life.tensor for life in self.lives}
         return frozenset(t for t in self.starts - living if self.graph.tensors[t].born_at == BEFORE)
 
     @cached_property
     def recorded(self) -> frozenset[int]:
-        """Forward ops that must be recorded: those that run again, and those that make or write a tracked tensor."""
+        """Forward ops that must be recorded, because they run again, or make or write a tracked tensor."""
         makers = (self.graph.producers.get(t) for t in self.tracked)
         return frozenset(op.id for op in makers if op is not None) | self.schedule.rebuilt.keys()
 
     def passes(self, op: int) -> bool:
-        """Whether no tracked tensor depends on a forward op, so that the op need not be recorded."""
+        """Whether a forward op need not be recorded, because no tracked tensor depends on it."""
         return op not in self.recorded
 
     @cached_property
@@ -226,10 +232,11 @@ class Program:
         """Modules that run without the recorder: path -> (position of their first op, of the first op after them).
 
         All their ops pass (`passes`), autograd saves no tracked tensor in them, they are called once a step, they have at least
-        `_WORTHWHILE` ops, and no module that holds them is quiet itself. None has a batch norm: that writes its running
-        statistics, which may be what a rebuild starts from, and neither the graph nor a version counter tells. None has a
-        buffer that a rebuild starts from: it may write that in another step. On CUDA, none adds a bias that torch adds in place
-        without the recorder (`Graph.biased`): it would make other requests than the graph, and other bytes would be reserved.
+        `_WORTHWHILE` ops, and no module that contains them is quiet itself. They contain no batch norm: it writes running
+        statistics, from which a rebuild may start, and neither the graph nor a version counter shows that. They contain no
+        buffer from which a rebuild starts, because they may write it in another step. On CUDA, they add no bias that torch adds
+        in place without the recorder (`Graph.biased`): their requests would differ from the graph's, and so would reserved
+        bytes.
         """
         busy = set(self.recorded) | {save.op for save in self.graph.saves if save.id in self._handled}
         busy.update(j for name, js in self.places.items() if is_norm(name) for j in js)
@@ -247,8 +254,8 @@ class Program:
         return {path: span for path, span in quiet.items() if quiet.keys().isdisjoint(around(path.rpartition(".")[0]))}
 
     def _packs_behind(self, first: int, end: int) -> bool:
-        """Whether these ops may be followed by a save of theirs: a custom Function packs when its forward has ended. Only what
-        the op behind them reads, and none of them, is packed by that one for sure.
+        """Whether a save of these ops may be packed after the last of them, as a custom Function packs when its forward has
+        ended. Only a tensor that the next op reads and none of these reads is certainly packed by that next op.
         """
         behind = {tensor for tensor, position in self.packs_here if position == end}
         if not behind or end == len(self.names):
@@ -258,16 +265,14 @@ class Program:
 
     @cached_property
     def saved(self) -> list[tuple[int, int]]:
-        """(save, tensor packed) of the saves of tracked tensors that the forward makes, in packing order. Autograd gets handles
-        for them.
-        """
+        """(save, tensor packed) of the forward's saves of tracked tensors, in packing order. Autograd gets handles for them."""
         tensors = self.graph.tensors
         made = (s for s in self.graph.saves if s.tensor in self.tracked and tensors[s.tensor].born_at != BEFORE)
         return [(save.id, self.graph.packed(save)) for save in made]
 
     @cached_property
     def packs(self) -> dict[int, list[tuple[int, int]]]:
-        """Tensor packed -> (position of the op during which it is packed, or of the one after it; save), of `saved`."""
+        """Tensor packed -> (position of the op during or before which it is packed, save), of `saved`."""
         packs: dict[int, list[tuple[int, int]]] = {}
         for save, tensor in self.saved:
             packs.setdefault(tensor, []).append((self.graph.saves[save].op, save))
@@ -284,10 +289,10 @@ class Program:
 
     @cached_property
     def saving(self) -> bytes:
-        """For each position, and the one behind the forward: 0 if the saved-tensor hooks may rest there.
+        """For each position, including the one after the forward: 0 if the saved-tensor hooks may be off there.
 
-        No tensor of `saved` is packed there, and the op is no `detach`: torch tells a mode of it as of a result that it saves
-        itself.
+        That is so if no tensor of `saved` is packed there, and the op is not `detach`, which a mode also sees when torch saves
+        a result itself.
         """
         positions = {position for saves in self.packs.values() for position, _ in saves}
         positions.update(j for j, name in enumerate(self.names) if name.startswith("aten::detach"))
@@ -295,17 +300,17 @@ class Program:
 
     @cached_property
     def _packed(self) -> list[tuple[int, int]]:
-        """(tensor packed, tensor read in its place), of every save."""
+        """(tensor packed, tensor that backward reads), of every save."""
         return [(self.graph.packed(save), save.tensor) for save in self.graph.saves]
 
     @cached_property
-    def unkept(self) -> frozenset[int]:
-        """Tensors whose bytes autograd does not keep when it packs them."""
+    def dropped_at_pack(self) -> frozenset[int]:
+        """Tensors whose bytes autograd does not keep when it packs them, because the plan drops what backward reads."""
         return frozenset(then for then, read in self._packed if read in self.drops)
 
     @cached_property
-    def outdated(self) -> frozenset[int]:
-        """Tensors that are packed and then overwritten, where the plan holds the version that is read in their place."""
+    def packed_then_overwritten(self) -> frozenset[int]:
+        """Tensors that are overwritten after they were packed, if the plan holds the later version, which backward reads."""
         return frozenset(then for then, read in self._packed if then != read and read in self.holds)
 
     @cached_property
@@ -329,7 +334,7 @@ class Program:
 
     @cached_property
     def turns(self) -> dict[tuple[str, int, int], int]:
-        """Event -> its place among `events`."""
+        """Event -> its index in `events`."""
         return {event: i for i, event in enumerate(self.events)}
 
     @cached_property

@@ -1,6 +1,6 @@
 """Run recorded calls again. Other files decide when.
 
-R2: a call that mutates an input runs on the input's own bytes only when nobody else needs them, otherwise on a copy.
+R2: a call that mutates an input runs on the input's own bytes only if nothing else needs them, otherwise on a copy.
 R6: rebuilds run below Autograd and Autocast, without dispatch modes and hooks, under the recorded grad mode.
 """
 
@@ -28,7 +28,7 @@ Versions = Mapping[int, Version]
 
 _CHUNK = 1 << 12
 _STEP = 0x1E3779B97F4A7C15
-"""An odd factor: it gives every chunk weights of its own."""
+"""Odd factor between the weights of one chunk and the next."""
 
 
 def _drawn(n: int) -> torch.Tensor:
@@ -38,13 +38,13 @@ def _drawn(n: int) -> torch.Tensor:
 
 
 _ON_CPU = torch.frombuffer(array("q", _drawn(_CHUNK).tolist()), dtype=torch.int64)
-"""In Python's memory, not in torch's, which a budget counts: a run without this package does not have these 32 KiB."""
+"""Weights in Python's memory. A budget counts torch's memory, where a run without this package does not have these 32 KiB."""
 
 
 @cache
 def checksum_weights(device: torch.device) -> torch.Tensor:
-    """A weight for each word of a chunk. Chunks are larger off the CPU, where each op is a launch. They stay for the process: a
-    step is observed after they were made, so that its graph has their bytes.
+    """A weight for each word of a chunk. Off the CPU, chunks are larger, because each op is a launch. Weights are made once per
+    process, before a step is observed, so that its graph counts their bytes.
     """
     return _ON_CPU if on_host(device) else _drawn(16 * _CHUNK).to(device)
 
@@ -64,7 +64,7 @@ def flags_of(tape: Tape) -> Iterator[None]:
 
 
 class StartChangedError(ModifiedError):
-    """A rebuild would start from a version that was changed after the forward. The engine raises an error with a name instead.
+    """A rebuild would start from a version that was changed after the forward. The engine turns this into an error with a name.
 
     version: the version.
 
@@ -79,8 +79,8 @@ class StartChangedError(ModifiedError):
 def checksum(t: torch.Tensor) -> tuple[int, int]:
     """(weighted sum of the 8-byte words of a tensor's storage, the bytes after the last whole word).
 
-    The sum is exact modulo 2^64, and the same on every device. Every word has the weight of its place, so an exchange of two
-    words changes it; NaN payloads and signed zeros count, too.
+    The sum is exact modulo 2^64, and the same on every device. The weight of a word depends on its position, so swapping two
+    words changes the sum. NaN payloads and signs of zeros count, too.
     """
     bits = bytes_of(t)
     whole = bits.numel() // 8 * 8
@@ -89,13 +89,13 @@ def checksum(t: torch.Tensor) -> tuple[int, int]:
     total = torch.zeros((), dtype=torch.int64, device=t.device)
     for words in bits[:whole].view(torch.int64).split(weights.numel()):
         of_chunk = weights[: words.numel()]
-        # torch has a dot product of integers, which needs no memory, only on the CPU
+        # only on the CPU torch has a dot product of integers, which needs no memory
         total.mul_(_STEP).add_(torch.dot(words, of_chunk) if t.is_cpu else (words * of_chunk).sum())
     return int(total.item()), tail
 
 
 def mismatch(op: str, nbytes: int) -> RebuildMismatchError:
-    """The error where a rebuild gave other bits."""
+    """The error for a rebuild that gave other bits."""
     return RebuildMismatchError(
         f"{op} was run again to rebuild {nbytes} bytes and gave other bits than the first time. Nothing has been updated "
         f"in this step. Mark it with register_op({op}, 'opaque'), so that its result is kept."
@@ -103,10 +103,10 @@ def mismatch(op: str, nbytes: int) -> RebuildMismatchError:
 
 
 def missing(version: Version) -> bool:
-    """Whether a rebuild that reads the version must make it first. Fetches it where it is parked bit-identically.
+    """Whether a rebuild that reads the version must make it first. Fetches it if it is parked bit-identically.
 
-    A value that was changed is dropped where it can be rebuilt (R7). Else raises StartChangedError (R5). For a sharded weight
-    that is away, raises NotGatheredError.
+    A changed value is dropped if it can be rebuilt (R7); otherwise raises StartChangedError (R5). Raises NotGatheredError for a
+    sharded weight that is not gathered.
     """
     holding = version.holding
     if holding.value is None:
@@ -127,7 +127,7 @@ def missing(version: Version) -> bool:
 def closure(versions: Versions, targets: Iterable[Version]) -> list[Call]:
     """The calls to run, in op order, to give every target a value (R6: without recursion).
 
-    Raises UnsupportedError where that is impossible.
+    Raises UnsupportedError if that is impossible.
     """
     calls: dict[int, Call] = {}
     wanted = [version for version in targets if missing(version)]
@@ -153,8 +153,8 @@ def closure(versions: Versions, targets: Iterable[Version]) -> list[Call]:
 
 
 def rebuild(tape: Tape[Holding], targets: list[Version], retains: Callable[[Version], bool], ran: list[int]) -> None:
-    """Give every target a value. Other versions that are made on the way stay where `retains` says so, and are dropped after
-    their last use elsewhere. Appends the numbers of the calls that ran to `ran`.
+    """Give every target a value. Other versions that are made on the way stay if `retains` says so; otherwise they are dropped
+    after their last use. Appends the numbers of the calls that ran to `ran`.
     """
     versions = tape.versions
     calls = closure(versions, targets)
@@ -178,7 +178,7 @@ def rebuild(tape: Tape[Holding], targets: list[Version], retains: Callable[[Vers
 
 
 def compare(version: Version, then: tuple[int, int] | None) -> None:
-    """R8: raise RebuildMismatchError where the version's bytes do not have the checksum `then`, that of the dropped bytes."""
+    """R8: raise RebuildMismatchError if the version's bytes do not have the checksum `then` of the dropped bytes."""
     value = version.holding.value
     if then is not None and value is not None:
         with below_autograd():
@@ -189,9 +189,7 @@ def compare(version: Version, then: tuple[int, int] | None) -> None:
 
 @cache
 def _drawing_from_a_generator(func: OpOverload) -> OpOverload | None:
-    """The overload that draws the same numbers from a generator argument: the op itself, or another one; None where there is
-    none.
-    """
+    """The overload that draws the same numbers from a generator argument. This may be `func` itself. None if there is none."""
     packet, name = func._overloadpacket, func._overloadname
     names = (name, "generator" if name == "default" else f"{name}_generator", f"generator_{name}")
     for overload in (getattr(packet, n) for n in names if n in packet.overloads()):
@@ -203,8 +201,8 @@ def _drawing_from_a_generator(func: OpOverload) -> OpOverload | None:
 
 
 def prepared(call: Call, random: bool) -> object:
-    """The native engine's form of a call, which runs again in any step; None where it runs in Python. `random`: the call has
-    the state of a generator in each step.
+    """The native engine's form of a call, for any step; None if the call runs in Python. `random`: whether the call has another
+    generator state in each step.
     """
     engine = loaded()
     if engine is None:
@@ -214,10 +212,10 @@ def prepared(call: Call, random: bool) -> object:
 
 
 def _draw(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a random op so that it draws the same numbers as in the forward. The forward's generator, from which other threads
-    may draw, keeps its state.
+    """Run a random op so that it draws the same numbers as in the forward.
 
-    Only an op that takes no generator argument draws from that generator, which meanwhile has the recorded state.
+    It draws from a new generator, because other threads may draw from the forward's. Only an op that takes no generator
+    argument draws from the forward's, which then has the recorded state for the time of the call.
     """
     assert call.rng is not None
     generator, state = call.rng
@@ -237,7 +235,7 @@ def _draw(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _restored(v: Any, versions: Versions, fresh: dict[int, torch.Tensor]) -> Any:
-    """An argument of a call, with tensors in place of views. It is no closure: a recursive closure is a reference cycle."""
+    """An argument of a call, with tensors instead of views. Not a closure, because a recursive closure is a reference cycle."""
     if type(v) is View:
         base = fresh.get(v.version) if fresh else None
         if base is None:
@@ -253,7 +251,7 @@ def run(call: Call, versions: Versions, survives: Callable[[Version], bool]) -> 
     """Run a call on the values of the versions that it reads, and set the values of the versions that it makes. Call within
     `below_autograd`.
 
-    `survives` says whether the bytes of a mutated input are still needed: the call then mutates a copy.
+    `survives` says whether the bytes of a mutated input are still needed. If so, the call mutates a copy.
     """
     if call.prepared is not None and loaded().run(call, versions, survives):
         return
@@ -270,7 +268,7 @@ def run(call: Call, versions: Versions, survives: Callable[[Version], bool]) -> 
 
     args = [_restored(a, versions, fresh) for a in call.args]
     kwargs = {k: _restored(v, versions, fresh) for k, v in call.kwargs.items()}
-    set_grad_enabled(call.grad)  # the engine's threads, and `below_autograd`, put it back
+    set_grad_enabled(call.grad)  # the engine's threads, and `below_autograd`, restore it
     out = call.func._op(*args, **kwargs) if call.rng is None else _draw(call, args, kwargs)
     if call.made:
         outs = tensors_in(out)

@@ -1,12 +1,12 @@
-"""Rejoining finds the place, in the plan, of an op that does not match the plan's op at the cursor: the forward deviates.
+"""Find where in the plan an op belongs that does not match the plan's op at the cursor, because the forward deviates.
 
-Where a layer is left out (LayerDrop, stochastic depth), the ops after it read the tensor before it, which from then on *stands
-in* for the tensor that was not made. Where an op runs more often than planned, it makes a tensor that the plan does not know,
-and the next op reads that tensor *in place* of a tensor of the plan. Parameters are known by their names, so they tell the
-place of an op, however many ops did not run.
+If a layer is left out (LayerDrop, stochastic depth), the ops after it read the tensor before it. From then on that tensor
+*stands in* for the tensor that was not made. If an op runs more often than planned, it makes a tensor that the plan does not
+know, and the next op reads that tensor instead of a tensor of the plan. Parameters are known by their names, so an op that
+reads one is found, however many ops did not run.
 
-Nothing in this file can change a number: a call names the storage versions that it read in this step, and a tensor of the plan
-is matched to one version only. Bytes that a rebuild will read are held, or can be rebuilt from bytes that are held.
+Nothing in this file can change numbers: a call names the storage versions that it read in this step, and a tensor of the plan
+is matched to only one version. Bytes that a rebuild will read are held, or can be rebuilt from bytes that are held.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from lightning_memopt.runtime.engine.learned import Learned
 from lightning_memopt.runtime.engine.rebuild import Versions
 
 REACH = 256
-"""How many ops before and after the cursor are searched. For an op that reads a parameter, all ops are searched."""
+"""Number of ops before and after the cursor that are searched. For an op that reads a parameter, all ops are searched."""
 _NEAR = 64
-"""How many ops after the cursor are searched for an op that reads no known tensor."""
+"""Number of ops after the cursor that are searched for an op that reads no known tensor."""
 SPREAD = 20
-"""The number of a call is the position of its op, shifted by this many bits: calls without a match get numbers in between."""
+"""The number of a call is the position of its op shifted by this many bits. Calls without a match get numbers in between."""
 
 _ADDING = ("aten::add", "aten::index_add", "aten::mul", "aten::native_layer_norm", "aten::native_batch_norm")
 """Ops on the path around a layer (its residual connection): sums, and norms of them."""
 _LINKS = 64
-"""How many tensors on this path are searched."""
+"""Maximum number of tensors on this path that are searched."""
 
 Made = list[tuple[Version, torch.Tensor]]
 
@@ -45,9 +45,9 @@ def number_of(position: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an op belongs.
+    """Where in the plan an op belongs.
 
-    position: which op of the plan's forward it is.
+    position: position of the op in the plan's forward.
     others: (version, planned tensor) of what it reads instead of the plan's tensors.
     """
 
@@ -72,8 +72,8 @@ class Places:
         self._parameters: dict[int, int] | None = None
 
     def find(self, record: OpRecord, made: Made, at: int) -> Place | None:
-        """The place where the op reads the most known tensors. Among equal places, those from `at` on come first, then the
-        nearest. None where the op is not in the plan.
+        """The place at which most of the tensors that the op reads are the plan's. Of equal places, those from `at` on come
+        first, then the nearest one. None if the op is not in the plan.
         """
         best, best_merit = None, (0, 0, 0)
         for j in self.program.places.get(record.func._name, ()):
@@ -90,12 +90,12 @@ class Places:
         return best
 
     def _met_first(self, record: OpRecord, j: int) -> bool:
-        """Whether the op reads a single tensor, an activation that no recorded op made: it may be the next op of its name."""
+        """Whether the op reads only one tensor, an activation that no recorded op made. It may be the next op of its name."""
         first = record.reads[0] if len(record.reads) == 1 else None
         return first is not None and first.external and self.program.graph.tensors[self.program.inputs[j][0]].born_at != BEFORE
 
     def _place(self, record: OpRecord, made: Made, j: int, at: int) -> tuple[int, Place] | None:
-        """(how many inputs of the plan's op `j` the op is known to read, the place); None where it cannot be that op."""
+        """(number of inputs of the plan's op `j` that the op is known to read, the place); None if it cannot be that op."""
         program, versions, fits = self.program, self.versions, self.learned.fits
         inputs, outputs = program.inputs[j], program.outputs[j]
         if len(inputs) != len(record.reads) or len(outputs) != len(made) or not versions.keys().isdisjoint(outputs):
@@ -110,7 +110,7 @@ class Places:
             elif planned.kind == "parameter" and self.parameters.get(storage_of(version), tensor) != tensor:
                 return None
             elif matched is None and version.external and tensor not in versions and fits(version, tensor):
-                parameters += 1 if planned.kind == "parameter" else 0  # it is matched where an op first reads it
+                parameters += 1 if planned.kind == "parameter" else 0  # it is matched when an op first reads it
             elif planned.born_at == BEFORE or not self._replaces(version, tensor, j):
                 return None
             else:
@@ -120,10 +120,10 @@ class Places:
             return None
         all_fit = all(fits(version, tensor) for (version, _), tensor in zip(made, outputs, strict=True))
         if not all_fit and (j != at or others or not known):
-            return None  # sizes may depend on data although torch does not say so; then all else must be as planned
+            return None  # sizes may depend on data although no tag says so; then all else must be as planned
         known += parameters
         if others and not outputs:
-            return None  # a view tells nothing about the place
+            return None  # a view does not show where the op belongs
         if not known and any(tensor in versions and v.holding.tensor is not None for v, tensor in others):
             return None
         return known, Place(j, tuple(others))
@@ -131,7 +131,7 @@ class Places:
     def _replaces(self, version: Version, tensor: int, j: int) -> bool:
         """Whether the version may be read where the plan reads `tensor`, which the forward makes.
 
-        The call that made it must have a lower number than the calls that read it: rebuilds run in that order.
+        The call that made it must have a lower number than the calls that read it, because rebuilds run in that order.
         """
         if not self.learned.fits(version, tensor) or version.exposed or version.stale or version.empty:
             return False
@@ -139,7 +139,9 @@ class Places:
         return version.call is None or version.call.op < number_of(before)
 
     def _follows(self, tensor: int, before: int | None) -> bool:
-        """Whether a layer of the plan adds to the tensor `before` to make `tensor`: then `before` is read if it is left out."""
+        """Whether a layer of the plan adds to the tensor `before` to make `tensor`. If the layer is left out, `before` is
+        read.
+        """
         graph, seen = self.program.graph, {tensor}
         wanted = [tensor] if before is not None else []
         while wanted and len(seen) < _LINKS:
@@ -171,13 +173,13 @@ class Places:
 
 
 def storage_of(version: Version) -> int:
-    """`storage_id` of the version's value; 0 where it has none."""
+    """`storage_id` of the version's value; 0 if it has no value."""
     value = version.holding.value
     return 0 if value is None else storage_id(value)
 
 
 def starts_of(version: Version, versions: Versions) -> set[int] | None:
-    """Ids of the versions from which a rebuild of the version starts; None where it cannot be rebuilt."""
+    """Ids of the versions from which a rebuild of the version starts; None if it cannot be rebuilt."""
     starts: set[int] = set()
     wanted, seen = [version], {version.id}
     while wanted:

@@ -1,12 +1,13 @@
 """Writes, after the forward, to memory that the forward read: the user scales the input in place, or the next forward updates a
-buffer (R5). For autograd this is no error where it saved other tensors, or where no version counter moves (`.data`).
+buffer (R5). Autograd allows this if it saved other tensors, or if no version counter moves (`.data`).
 
-Such writes are seen while a step is observed. Rebuilds of this step start from a copy of the old bytes. A plan has no such
-copies: so that what autograd still holds is never rebuilt from these bytes, some ops are `lost` and never run again.
+Such writes are seen while a step is observed. Rebuilds in this step start from a copy of the old bytes. A plan has no such
+copies. So that nothing autograd still holds is rebuilt from overwritten bytes, some ops are `lost` and never run again:
 
-    While most of the forward is held, before its backward, those are the ops that read the bytes: their results stay, and all
-    else is rebuilt from these. Later, at the update, they are the ops that made what is still held (a part of the loss that had
-    no backward): it stays, and until the update the ops before it may run again for others.
+- Before backward, while most of the forward is held: the ops that read the bytes. Their results stay, and all else is rebuilt
+  from these.
+- Later, at the update: the ops that made what is still held (a part of the loss that had no backward). It stays, and until
+  the update the ops before it may run again for other tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lightning_memopt.runtime.engine.holding import Holding, Version
 
 
 class Starts:
-    """The versions, after one forward, from which rebuilds may start or which autograd reads, by their memory.
+    """The versions, by their memory, from which rebuilds may start after one forward, or which autograd reads.
 
     lost: numbers of the ops that cannot run again in a planned step.
     """
@@ -31,14 +32,14 @@ class Starts:
         self._saved: list[Version] = []
         self._saved_nbytes = 0  # when the forward ended
         self._made_from: tuple[int, dict[int, list[int]]] = 0, {}
-        """Of so many saved versions and all before them: id -> the versions that a rebuild from it makes."""
+        """(number of saved versions, id -> the versions that a rebuild from it makes): valid for that number."""
         self._readers: tuple[int, dict[int, set[int]]] = 0, {}
-        """Of so many versions on the tape: id -> the ops that read it."""
+        """(number of versions on the tape, id -> the ops that read it): valid for that number."""
         self.lost: set[int] = set() if lost is None else lost
 
     def note(self) -> None:
-        """The forward is over, or a call of it: later writes are not part of it. From now on, until another call of the model
-        goes on with it, no op is recorded, and no handle is made.
+        """The forward, or a call of it, is over, and later writes are not part of it. From now on, until the next call of the
+        model in this forward, no op is recorded, and no handle is made.
         """
         self._on.clear()
         self._made_from = 0, {}
@@ -52,12 +53,12 @@ class Starts:
                 self._on.setdefault(version.weak, []).append(version)  # evicted; the user may still hold its memory
 
     def has(self, version: Version | None) -> bool:
-        """Whether a version is one of these."""
+        """Whether a version is among these versions."""
         return version is not None and any(version is v for v in self._on.get(version.weak, ()))
 
     def taken(self, t: torch.Tensor) -> Iterator[Version]:
-        """The versions on the memory of `t`, which is about to be written, whose bytes backward may still need. Each is yielded
-        once: the caller drops or copies it.
+        """The memory of `t` is about to be written: yields the versions on it whose bytes backward may still need. Each is
+        yielded once, and the caller drops or copies it.
         """
         versions = self._on.get(storage_id(t))
         if versions is None:
@@ -72,14 +73,14 @@ class Starts:
             yield version
 
     def changed_unseen(self) -> None:
-        """A rebuild was impossible: all versions that have changed since the forward are lost."""
+        """A rebuild was impossible: lose all versions that have changed since the forward."""
         for versions in self._on.values():
             for version in versions:
                 if not version.holding.intact:
                     self.lose(version)
 
     def lose(self, version: Version) -> None:
-        """The bytes of the version will not be there when a planned step would rebuild from them."""
+        """The version's bytes will have changed when a planned step would rebuild from them: mark ops as lost."""
         count, readers = self._readers
         if count != len(self._tape.versions):
             count, readers = self._readers = len(self._tape.versions), self._read_by()
@@ -101,8 +102,8 @@ class Starts:
         return readers
 
     def _wanting(self, start: Version) -> list[Version]:
-        """What autograd still holds and could be rebuilt from the version, whatever else were dropped."""
-        self._saved = [version for version in self._saved if version.holding.handles > 0]  # autograd lets go of more and more
+        """The versions that autograd still holds and that might be rebuilt from the version, if other versions were dropped."""
+        self._saved = [version for version in self._saved if version.holding.handles > 0]  # autograd releases saves over time
         if not self._saved:
             return []
         count, made_from = self._made_from
@@ -121,12 +122,12 @@ class Starts:
         return [version for version in self._saved if version.id in reached]
 
     def _reading(self, start: Version, saved: list[Version]) -> set[int]:
-        """The ops that read the version, and by which these could be rebuilt."""
+        """The ops that read the version and by which the `saved` versions could be rebuilt."""
         calls = (version.call for version in self._before(saved))
         return {call.op for call in calls if call is not None and start.id in call.reads}
 
     def _before(self, targets: list[Version]) -> list[Version]:
-        """The targets, and all that they could be rebuilt from."""
+        """The targets, and all versions from which they could be rebuilt."""
         found, seen = list(targets), {version.id for version in targets}
         for version in found:
             for id in _needs(version):

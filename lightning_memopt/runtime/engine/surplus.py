@@ -1,6 +1,6 @@
-"""What an observing engine holds beyond what a plain step would: bytes from which rebuilds could start, and that neither the
-user nor autograd holds any more. They are let go where they are more than a few percent of the step; then nothing is rebuilt
-from them in this step.
+"""The surplus: what an observing engine holds although a plain step would not. These are bytes from which rebuilds could start,
+and that neither the user nor autograd holds any more. If they are more than a few percent of the step, the engine lets go of
+them, and nothing is rebuilt from them in this step.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from lightning_memopt.runtime.engine.holding import Claim, Holding, Version, reb
 from lightning_memopt.torch_private import storage_use_count
 
 _BEYOND_PLAIN = 0.08
-"""The most that an observed step takes beyond what the plain step has taken until then, as a share of that."""
+"""Maximum bytes that an observed step takes in addition to those of the plain step, as a share of the plain step's peak so
+far.
+"""
 _SOURCES = 64
-"""Maximum number of versions that are looked at to see from which starts one is rebuilt."""
+"""Maximum number of versions that are visited to find the starts from which one is rebuilt."""
 _EXTERNAL = Origin.EXTERNAL
 
 
 class Bound:
-    """How much an observed step may take.
+    """How many bytes an observed step may take.
 
     live: returns the bytes that are in memory.
-    unrebuilt: returns those of them that neither rebuilds nor their preparation, copies, have made.
-    limit_nbytes: the limit of the step; None: it has none, but for what a plain step takes.
+    unrebuilt: returns the bytes in memory, without those that were made by rebuilds or are copies for rebuilds.
+    limit_nbytes: the limit of the step; None: only what a plain step takes limits it.
     """
 
     def __init__(self, live: Callable[[], int], unrebuilt: Callable[[], int], limit_nbytes: int | None) -> None:
@@ -34,15 +36,15 @@ class Bound:
         self._plain_peak_nbytes = 0
 
     def spare(self, surplus_nbytes: int) -> int:
-        """Bytes that may be in memory beyond those of the plain step. `surplus_nbytes`: those that the forward made, and that
-        are in memory now.
+        """Bytes that may be in memory in addition to those of the plain step. `surplus_nbytes`: the surplus that the forward
+        made and that is in memory now.
         """
         self._plain_peak_nbytes = max(self._plain_peak_nbytes, self._unrebuilt() - surplus_nbytes)
         return int(_BEYOND_PLAIN * self._plain_peak_nbytes)
 
     def room(self, surplus_nbytes: int, stay: bool = False) -> int:
-        """Bytes that may be taken beyond those that are in memory, for a moment. `stay`: they stay; a limit far above the plain
-        step gives them no room.
+        """Bytes that may be taken, for a moment, in addition to those in memory. `stay`: they are to stay, for which a limit
+        far above the plain step gives no room.
         """
         plain = self.spare(surplus_nbytes) + self._plain_peak_nbytes
         limit = 0 if self._limit_nbytes is None or (stay and not self.is_tight) else self._limit_nbytes
@@ -55,22 +57,22 @@ class Bound:
 
 
 class Alone(NamedTuple):
-    """Bytes that only the engine holds, and those of them that the forward has made: the others are copies."""
+    """Bytes that only the engine holds, and how many of them the forward made (the others are copies)."""
 
     nbytes: int
     made: int
 
 
 class Pace:
-    """When the surplus is counted, which visits all starts, and looked through, which visits the whole tape: after as many ops
-    as that is worth, or as soon as there are clearly more bytes.
+    """Decides when the surplus is counted (this visits all starts) and searched for bytes to let go of (this visits the whole
+    tape): after enough ops to be worth the time, or as soon as there are clearly more bytes.
     """
 
     _VISITED_FOR_AN_OP = 16
-    """Most starts and versions that are visited for an op, in the mean."""
+    """Maximum number of starts and versions that are visited per op, on average."""
     _VISITED_AT_ONCE, _MOST_OPS_APART = 256, 64
-    """Where bytes come with every op, the tape is looked through after one op for so many versions, and after the most ops in
-    any case."""
+    """If bytes come with every op, the tape is searched after one op per this many versions on it, or after the maximum
+    number of ops."""
 
     def __init__(self) -> None:
         self._counts_in = 0
@@ -78,7 +80,7 @@ class Pace:
         self._ops_since_look = 0
 
     def is_due(self, most_nbytes: int, versions: int) -> bool:
-        """Whether an op is followed by a count. `most_nbytes`: the most that there may be; `versions`: on the tape."""
+        """Whether to count after this op. `most_nbytes`: upper bound of the surplus; `versions`: how many are on the tape."""
         self._counts_in -= 1
         self._ops_since_look += 1
         if self._counts_in > 0 and most_nbytes <= self._counts_above_nbytes:
@@ -86,12 +88,12 @@ class Pace:
         return self._ops_since_look >= min(self._MOST_OPS_APART, versions // self._VISITED_AT_ONCE)
 
     def counted(self, starts: int, above_nbytes: int) -> None:
-        """The next count comes later, or where there may be more than `above_nbytes`."""
+        """The surplus was counted. The next count comes later, or when there may be more than `above_nbytes`."""
         self._counts_in = starts // self._VISITED_FOR_AN_OP
         self._counts_above_nbytes = above_nbytes
 
     def looked(self, found: bool, versions: int) -> None:
-        """The tape was looked through; `found`: there was enough to let go of."""
+        """The tape was searched. `found`: whether there was enough to let go of."""
         self._ops_since_look = 0
         if not found:
             self._counts_in = max(self._MOST_OPS_APART, versions // self._VISITED_FOR_AN_OP)
@@ -100,7 +102,7 @@ class Pace:
 class Surplus:
     """The starts that an engine holds in one forward, and the calls that read each version.
 
-    most_nbytes: bytes of the starts, whoever else holds them; those that went away count until `alone` is asked.
+    most_nbytes: upper bound of the surplus: bytes of all starts, even if others hold them, or they were freed since `alone`.
     """
 
     def __init__(self, tape: Tape[Holding]) -> None:
@@ -124,7 +126,7 @@ class Surplus:
             self.most_nbytes += version.nbytes
 
     def alone(self) -> list[Version]:
-        """The versions that nobody but the engine holds. What autograd has saved counts as held by it."""
+        """The versions that only the engine holds. Autograd holds what it has saved."""
         self._starts = {id: version for id, version in self._starts.items() if version.holding.value is not None}
         self.most_nbytes = sum([version.nbytes for version in self._starts.values()])
         on: dict[int, list[Version]] = {}
@@ -139,7 +141,7 @@ class Surplus:
         ]
 
     def nbytes(self) -> Alone:
-        """Bytes of the storages that nobody but the engine holds."""
+        """Bytes of the storages that only the engine holds."""
         on = {storage_id(version.holding.value): version for version in self.alone() if version.holding.value is not None}
         made_nbytes = sum(version.nbytes for storage, version in on.items() if storage == version.weak)
         return Alone(sum(version.nbytes for version in on.values()), made_nbytes)
@@ -162,16 +164,16 @@ class Surplus:
         return needed
 
     def droppable(self, evictable: Collection[int]) -> list[Version]:
-        """The versions that may be let go, the largest first: those that no evicted tensor needs, and without which no more
-        bytes stay in memory than they have. `evictable`: ids of the versions that may have to be evicted.
+        """The versions that the engine may let go of, the largest first: no evicted tensor needs them, and without them the
+        tensors that can no longer be evicted have no more bytes than they. `evictable`: ids of versions that may be evicted.
         """
         needed = self.needed()
         free = [v for v in self.alone() if v.id not in needed and v.holding.claim is not Claim.PINNED]
         return sorted((v for v in free if not evictable or self._costs_no_more(v, evictable)), key=lambda v: -v.nbytes)
 
     def gives_back(self, version: Version, evictable: Collection[int]) -> bool:
-        """Whether an eviction of the version frees bytes: no start that its rebuild needs, and that would otherwise be let go,
-        has as many as all that is rebuilt from it.
+        """Whether an eviction of the version frees bytes. It does not if its rebuild needs a start that the engine could
+        otherwise let go of, and that has as many bytes as all that is rebuilt from it.
         """
         versions = self._tape.versions
         waiting = [version]
@@ -192,7 +194,7 @@ class Surplus:
         return True
 
     def _costs_no_more(self, start: Version, evictable: Collection[int]) -> bool:
-        """Whether the evictable versions that are rebuilt from a start have no more bytes than it."""
+        """Whether the evictable versions that are rebuilt from a start have at most as many bytes as the start."""
         versions = self._tape.versions
         nbytes = 0
         waiting = [start.id]

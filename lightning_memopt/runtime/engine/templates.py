@@ -1,9 +1,9 @@
-"""A template is a forward op as it was when it was first matched to the plan. The next steps compare the op with its template,
-and do not record it again.
+"""A template is a forward op as it was when it was first matched to the plan. Later steps compare the op with its template, and
+do not record it again.
 
-Steps repeat themselves. When an op matches its template (the same overload, the same constants, the same windows on the same
-tensors of the plan), the template's call rebuilds the results of this step, too, because it names storage versions by tensors
-of the plan. Only the storages of a step are new. An op that differs in anything is recorded as if for the first time.
+Steps are alike. If an op matches its template (the same overload, the same constants, the same windows on the same tensors of
+the plan), the template's call can rebuild the results of this step, too, because it names storage versions by tensors of the
+plan. Only the storages of a step are new. An op that differs in any way is recorded as if for the first time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COMPARED = (int, bool, str, type(None), torch.dtype, torch.device, torch.layout
 
 
 def same_constant(a: Any, b: Any) -> bool:
-    """Whether two arguments, not tensors, mean the same to an op: 1 is not 1.0, and -0.0 is not 0.0."""
+    """Whether two arguments that are not tensors mean the same to an op: 1 is not 1.0, and -0.0 is not 0.0."""
     kind = type(a)
     if kind is not type(b):
         return False
@@ -35,7 +35,7 @@ def same_constant(a: Any, b: Any) -> bool:
 
 
 def flattened(args: tuple) -> list[Any]:
-    """The arguments, where the elements of each list of tensors, and then its length, stand in place of the list."""
+    """The arguments, with each list of tensors replaced by its elements and then its length."""
     flat: list[Any] = []
     for a in args:
         if type(a) in (list, tuple) and any(isinstance(v, (torch.Tensor, View)) for v in a):
@@ -48,25 +48,25 @@ def flattened(args: tuple) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """One op of the plan's forward. Positions are those in `args`, or in `flattened(args)` where `nested`.
+    """One op of the plan's forward. Positions are those in `args`, or in `flattened(args)` if `nested`.
 
     func: the overload.
-    arity: how many positions there are.
+    arity: number of positions.
     nested: whether arguments are lists of tensors.
     tensors: (position, window on a tensor of the plan) of every tensor that the op reads.
     constants: (position, value) of all other arguments.
-    kwargs: (name, value); None where arguments do not matter.
+    kwargs: (name, value); None if arguments are not compared.
     grad: the grad mode.
-    call: runs the op again; None where it does not run again.
-    random: the call needs the generator's state.
+    call: runs the op again; None if it never runs again.
+    random: whether the call needs the generator's state.
     made: (index among the tensors returned, tensor, bytes) of each result.
     mutates: (position, tensor made) of each tensor that the op writes in place.
-    empty: the results have no content yet.
+    empty: whether the results have no content yet.
     why: why the results cannot be rebuilt.
-    writes: positions in `args` of memory that the op writes and that is not on the tape; an op that writes to memory on the
-        tape there does not match.
-    unshared: the results, which are views, have version counters of their own (`Rule.unshared`).
-    native: the native engine's form of it; None where the op is compared in Python.
+    writes: positions in `args` of memory that the op writes and that is not on the tape. If it is on the tape, the op does
+        not match.
+    unshared: whether the results are views with their own version counters (`Rule.unshared`).
+    native: the native engine's form of it; None if Python compares the op.
     """
 
     func: OpOverload
@@ -90,9 +90,9 @@ class Template:
 class Templates:
     """The templates so far.
 
-    by_op: by position in the forward. An entry is an overload alone where the plan does not depend on the op, and None where
-        there is no template. The last entry, after the last op, is always None.
-    restless: the forward runs a backward (a penalty on gradients): the native engine calls the saved-tensor hooks always.
+    by_op: by position in the forward. An entry is just an overload if the plan does not depend on the op, and None if there
+        is no template. The last entry, after the last op, is always None.
+    restless: whether the forward runs a backward (a penalty on gradients), so that saved-tensor hooks are never off.
     """
 
     def __init__(self, n_ops: int) -> None:
@@ -102,11 +102,11 @@ class Templates:
         self._settings: tuple[Any, ...] | None = None
 
     def current(self) -> list[Template | OpOverload | None]:
-        """The templates. All are forgotten where rules or settings changed that say which ops may run again."""
+        """The templates. They are all forgotten when a rule or setting changes that decides which ops may run again."""
         settings = rules_in_force()
         if settings != self._settings:
             self.by_op = self.none()
-            self._settings = settings  # last: so an interrupt in between does no harm
+            self._settings = settings  # last, so that an interrupt in between does no harm
         return self.by_op
 
     def none(self) -> list[Template | OpOverload | None]:
@@ -119,7 +119,7 @@ class _Unnamed(Exception):
 
 
 def _named(view: View, versions: Versions) -> View:
-    """The same window, with the plan's tensor in place of the id of its version."""
+    """The same window, with the plan's tensor instead of the id of its version."""
     named: View = View.__new__(View)
     for name in View.__slots__:
         setattr(named, name, getattr(view, name))
@@ -165,14 +165,14 @@ def _special(record: OpRecord) -> bool:
 
 
 def in_passing(record: OpRecord) -> Template | OpOverload | None:
-    """The template of an op on which the plan does not depend; None where `Recorder.record` must run it."""
+    """The template of an op on which the plan does not depend; None if `Recorder.record` must run it."""
     if _special(record):
         return None
     return _whatever(record, (), ()) if record.rule.writes or record.rule.unshared else record.func
 
 
 def start_of(record: OpRecord, tracked: frozenset[int]) -> Template | None:
-    """The template of an op that does not run again, but from whose results rebuilds start: its arguments are not compared."""
+    """The template of an op that never runs again, but from whose results rebuilds start. Its arguments are not compared."""
     positions = {value.version: i for i, value in enumerate(record.args) if type(value) is View}
     if _special(record) or not all(old.id in positions for old, _, _ in record.mutates):
         return None
@@ -182,7 +182,7 @@ def start_of(record: OpRecord, tracked: frozenset[int]) -> Template | None:
 
 
 def _whatever(record: OpRecord, made: tuple[tuple[int, Any, int], ...], mutates: tuple[tuple[int, Any], ...]) -> Template:
-    """The template of an op that does not run again: its arguments are not compared."""
+    """The template of an op that never runs again. Its arguments are not compared."""
     positions = {i for i, _ in mutates}
     template = Template(
         func=record.func,
@@ -205,11 +205,11 @@ def _whatever(record: OpRecord, made: tuple[tuple[int, Any, int], ...], mutates:
 
 
 def template_of(record: OpRecord, versions: Versions) -> Template | None:
-    """The template of an op that was recorded and matched; None where a comparison of arguments is not enough.
+    """The template of an op that was recorded and matched; None if comparing arguments is not enough.
 
     It is not enough for generators and subclasses among the arguments, windows that are conjugate or negative, and storage
-    versions that are not tensors of the plan. There is no template, either, of an op
-    that cannot run again in this step: it may in the next one.
+    versions that are not tensors of the plan. An op that cannot run again in this step has no template, either, because it
+    may be able to in the next one.
     """
     rule, call = record.rule, record.call
     if call is None or rule.conjugates or not all(same_constant(v, v) for v in record.kwargs.values()):
@@ -225,7 +225,7 @@ def template_of(record: OpRecord, versions: Versions) -> Template | None:
         for i, value in enumerate(values):
             if type(value) is View:
                 if value.version not in reads and rule.rewrite is not None:
-                    continue  # running statistics, which the call leaves out
+                    continue  # running statistics, which the call does not have
                 if value.conj or value.neg:
                     return None
                 tensors.append((i, _named(value, versions)))

@@ -8,14 +8,14 @@ from lightning_memopt.runtime.engine.cursor import Cursor
 from lightning_memopt.runtime.engine.program import Program
 
 Event = tuple[str, int, int]
-"""(kind, save, how often this event of this save came before)."""
+"""(kind, save, number of earlier events of this kind for this save)."""
 
 
 class Turn(NamedTuple):
-    """The answer of `Turns.take` to an event.
+    """What `Turns.take` returns for an event.
 
     planned: whether to do what the plan does at the event.
-    passed: events before it that will not come, because their saves were not packed in this step.
+    passed: earlier events that will not come, because their saves were not packed in this step.
     """
 
     planned: bool
@@ -47,12 +47,12 @@ class Turns:
         return self._program.event_points[self.next - 1]
 
     def take(self, event: Event, in_forward: bool) -> Turn:
-        """An event has come. Where it is out of order, the deviation says so, and from then on only tensors that can be rebuilt
+        """An event has come. If it is out of order, note that in the deviation. From then on only tensors that can be rebuilt
         are dropped.
 
-        Events of saves that were not packed in this step are passed over, as if they had come in their turn. Events of saves
-        that were packed are not: they may still come. In a forward that has left the plan, no event is in turn: the position
-        may be that of an op far behind.
+        Events of saves that were not packed in this step are passed over as if they had come. Events of saves that were
+        packed are not, because they may still come. In a forward that has deviated, every event is out of order, because the
+        position may be that of a much earlier op.
         """
         if in_forward and (not self._cursor.deviation.aside or self._comes_early(event)):
             self._cursor.deviate_in_backward()
@@ -75,8 +75,8 @@ class Turns:
         return Turn(planned=True, passed=tuple(skipped)) if skipped else _PLANNED
 
     def _comes_early(self, event: Event) -> bool:
-        """Whether the forward has not yet packed all saves whose events the plan has up to this one. Then autograd unpacks, or
-        releases a graph, within the forward, and the plan does not know of that.
+        """Whether this event, or one planned before it, is for a save that the forward has not packed yet. Then autograd
+        unpacks a save, or releases a graph, within the forward, and the plan does not know of that.
         """
         saves, upto = self._program.graph.saves, self._program.turns.get(event, -1) + 1
         before = (save for _, save, _ in self._program.events[self.next : upto] if save not in self.packed)

@@ -1,9 +1,9 @@
-"""Which weights of sharded modules a rebuild would read, while a forward is observed.
+"""Find out, while a forward is observed, which weights of sharded modules a rebuild would read.
 
-The weights of a unit are in memory only while the unit runs (record/gathered.py). Backward asks for what a unit saved while the
-weights of this unit, and of no other that reshards, are there. So a rebuild must not lead into another unit: a tensor that one
-unit makes from its weights and another one reads is held, and its rebuild is given up. A tensor that was made without weights
-that go may be rebuilt anywhere.
+The weights of a unit are in memory only while the unit runs (record/gathered.py). When backward asks for what a unit saved, the
+weights of this unit are in memory, and those of other units that reshard are not. So a rebuild must not need the weights of two
+units: a tensor that one unit makes from its weights and another one reads is held, and never rebuilt. A tensor that was made
+without weights that go may be rebuilt anywhere.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ class Units:
     def __init__(self) -> None:
         self.running: list[int] = []
         self._reads: dict[int, frozenset[int]] = {}
-        """Id of a version -> the units whose weights a rebuild of it would read, or whose weight it is. No entry: none."""
+        """Id of a version -> the units whose weights a rebuild of it would read, or whose weight it is. Only where there are
+        any.
+        """
 
     def gathered(self, weight: Version, unit: int) -> None:
-        """A weight of a unit is met, and goes when the unit's forward is over."""
+        """An op reads a weight of a unit, which is freed when the unit's forward is over."""
         self._reads[weight.id] = frozenset((unit,))
 
     def crosses(self, version: Version, t: torch.Tensor) -> bool:
-        """An op of the innermost running unit is about to read the version, through `t`. Whether the version comes from another
-        unit: then it is held from now on.
+        """An op of the innermost running unit is about to read the version, through `t`. If the version comes from another
+        unit, hold it from now on. Returns whether it does.
         """
         if version.call is None or not self._reads.get(version.id, _NONE).difference(self.running[-1:]):
             return False

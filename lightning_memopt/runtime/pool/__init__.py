@@ -1,4 +1,4 @@
-"""The planned pool: the requests of a step get addresses in one arena, which were planned from the log of an earlier step.
+"""The planned pool: the requests of a step get addresses in one arena. They were planned from the log of an earlier step.
 
 steps    what was logged of a step
 windows  which window of a native pool is open: steps are logged, then planned

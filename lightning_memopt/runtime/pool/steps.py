@@ -1,4 +1,4 @@
-"""What was logged of a step's requests."""
+"""The log of a step's requests."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import NamedTuple
 from lightning_memopt.units import round_up
 
 ALIGNMENT = 64
-"""Bytes: torch's own alignment on the CPU. With another one, kernels could take another path, and give other bits."""
+"""Bytes. It is torch's own alignment on the CPU: with another one, kernels could take another path and give other bits."""
 
 
 class Request(NamedTuple):
     """A request of a step that can be planned.
 
-    number: its number in the step, which is the time at which its buffer comes.
-    until: the number of the request that comes after its end. Numbers above the step's are those of the next step.
-    nbytes: what was asked for.
+    number: its number in the step, which is also the time at which its buffer is allocated.
+    until: the number of the first request after it was freed. Numbers above the step's are those of the next step.
+    nbytes: the bytes that were requested.
     """
 
     number: int
@@ -29,12 +29,12 @@ class Request(NamedTuple):
 class LoggedStep:
     """The requests of one step, and when they were freed, in this step or the next one.
 
-    nbytes: of every request, in their order.
-    requests: those that can be planned. The others were not freed by the end of the next step (optimizer state that the step
-        made, outputs that the user keeps), or live longer than a step.
-    beside_nbytes: the most bytes of the process that were live at one moment besides the requests that can be planned.
-    crossing_nbytes: bytes of those that can be planned and were live when the step ended. In an arena's first step they are
-        beside it.
+    nbytes: bytes of every request, in order.
+    requests: the requests that can be planned. The others were not freed by the end of the next step (optimizer state that
+        the step made, outputs that the user keeps), or live longer than a step.
+    beside_nbytes: maximum bytes of the process that were live at one moment, without the requests that can be planned.
+    crossing_nbytes: bytes of requests that can be planned and were live when the step ended. In an arena's first step they
+        are outside of the arena.
     """
 
     nbytes: tuple[int, ...]
@@ -50,12 +50,12 @@ class LoggedStep:
         live_nbytes: int,
         at_end: Sequence[tuple[int, int | None]],
     ) -> LoggedStep:
-        """The step that the first `count` requests of a log are.
+        """The step made of the first `count` requests of a log.
 
-        log: bytes of each request, and the number of the request after its end; None: it was not freed. A request was freed in
-            the next step only where the log has that step, too.
+        log: (bytes of a request, number of the first request after it was freed, or None if it was not freed). Requests that
+            were freed in the next step are known only if the log has that step, too.
         live_nbytes: all live bytes of the process when the step ended.
-        at_end: the log as it was then.
+        at_end: the log at that time.
         """
         requests = []
         for number, (nbytes, until) in enumerate(log[:count]):
@@ -73,18 +73,18 @@ class LoggedStep:
 
     @property
     def period(self) -> int:
-        """How many requests the step has. The next step begins so much later."""
+        """Number of requests of the step, which is the time from one step to the next."""
         return len(self.nbytes)
 
     @property
     def rounding_nbytes(self) -> int:
-        """How much higher max-live is because sizes are rounded up to `ALIGNMENT`."""
+        """Bytes that rounding sizes up to `ALIGNMENT` adds to max-live."""
         rounded = [request._replace(nbytes=round_up(request.nbytes, ALIGNMENT)) for request in self.requests]
         return max_live_nbytes(rounded, self.period) - max_live_nbytes(self.requests, self.period)
 
 
 def max_live_nbytes(requests: Sequence[Request], period: int) -> int:
-    """The most bytes of these requests that are live at one moment, where each step has the same ones `period` later."""
+    """Maximum bytes of these requests that are live at one moment, if the step is repeated every `period`."""
     change = [0] * (period + 1)
     for request in requests:
         change[request.number] += request.nbytes

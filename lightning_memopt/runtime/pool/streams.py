@@ -1,6 +1,6 @@
 """The windows of a CUDA device: each stream has its own, with its own log, addresses and arena.
 
-A stream is known from its first request while a window of the device is open. It is logged in the step after that.
+A stream becomes known at its first request while a window of the device is open. It is logged from the next step on.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ Say = Callable[[str], None]
 
 
 class StreamWindows:
-    """The windows of one run on a device, with the doors of `PoolWindows`.
+    """The windows of one run on a device, with the methods of `PoolWindows`.
 
     main: the pool of the stream in which steps begin.
-    solver: what solves addresses, and says so by the function that it is given.
-    decided: is told of those of the main stream. Only these are a part of the plan.
+    solver: makes the function that solves addresses; it is given the function for messages.
+    decided: is told of the addresses of the main stream. Only these are a part of the plan.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class StreamWindows:
             windows.begins(key, budget_nbytes, planned if number == self._main else None)
 
     def rests(self) -> None:
-        """Until the next step begins, the ordinary allocator serves all."""
+        """Until the next step begins, the ordinary allocator serves all requests."""
         for windows in self._windows.values():
             windows.rests()
 
     def close(self) -> None:
-        """The run is over; may be called again."""
+        """The run is over. May be called again."""
         if self._closed:
             return
         self._closed = True
@@ -64,7 +64,7 @@ class StreamWindows:
             pool.forget()
 
     def status(self) -> PoolStatus:
-        """Steps and the reason are those of the main stream, requests those of all streams."""
+        """The status: steps and the reason of the main stream, requests of all streams."""
         return together([windows.status() for windows in self._windows.values()])
 
 
@@ -73,7 +73,7 @@ def _said(say: Say, stream: int, text: str) -> None:
 
 
 def together(each: Sequence[PoolStatus]) -> PoolStatus:
-    """The status of several streams, of which the first is the main one. `addresses`: those with the largest arena."""
+    """The status of several streams, the first of which is the main one. `addresses`: those with the largest arena."""
     main = each[0]
     known = [status.addresses for status in each if status.addresses is not None]
     return PoolStatus(

@@ -1,7 +1,7 @@
 """Which window of a native pool is open: the steps of an input signature are logged, then planned.
 
     state of a signature   its next steps are                         next state
-    new                    logged: one step, and the next one to      planned, or given up where `solve` gives no addresses
+    new                    logged: one step, and the next one to      planned, or given up if `solve` finds no addresses
                            see how long its buffers live
     planned                served from the arena                      new, when steps in a row differ from the planned one
     given up               served by the ordinary allocator           none
@@ -23,9 +23,9 @@ from lightning_memopt.units import format_nbytes
 Solve = Callable[[LoggedStep, int], Addresses | str]
 Decided = Callable[[object, Addresses], None]
 _IN_A_ROW = 3
-"""After so many steps in a row with requests that fell through, a step is logged again."""
+"""Number of steps in a row with requests that fell through after which a step is logged again."""
 _AGAIN = 3
-"""How often a signature is logged again."""
+"""Maximum number of times that a signature is logged again."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class PoolStatus:
 
     reason: why no step is served from an arena; None where steps are, or will be.
     addresses: those of the signature with the largest arena; None while steps are logged.
-    steps: how many steps were served from the arena.
-    deviating: how many of them had requests that fell through to the ordinary allocator.
-    reserved_nbytes: the arena, and the most bytes beside it, in the last of these steps.
-    last: what became of the requests of the last of these steps.
-    total: the same for all of them.
+    steps: number of steps that were served from the arena.
+    deviating: number of these steps with requests that fell through to the ordinary allocator.
+    reserved_nbytes: bytes of the arena plus maximum bytes outside of it, in the last of these steps.
+    last: how the requests of the last of these steps were served.
+    total: the same for all of these steps.
     """
 
     reason: str | None = None
@@ -51,9 +51,9 @@ class PoolStatus:
 
 
 class _Plan:
-    """Addresses that the native pool knows until this object dies.
+    """Addresses that the native pool knows until this object is freed.
 
-    number: that of the plan in the native pool.
+    number: the plan's number in the native pool.
     """
 
     def __init__(self, native: Lane, addresses: Addresses) -> None:
@@ -69,10 +69,10 @@ class _Signature:
     """What is known of a signature's steps.
 
     plan: the plan of their addresses; None while there is none.
-    reason: why its steps are neither logged nor planned.
-    deviating: steps in a row with requests that fell through.
-    again: how often it was logged again.
-    said: it was said that requests fall through.
+    reason: why its steps are neither logged nor planned, else None.
+    deviating: number of steps in a row with requests that fell through.
+    again: number of times that it was logged again.
+    said: whether a message has said that requests fall through.
     """
 
     plan: _Plan | None = None
@@ -84,7 +84,7 @@ class _Signature:
 
 @dataclass
 class _Log:
-    """A log: of which signature, and, once its step is over, what it showed then."""
+    """A log of a signature's step."""
 
     key: weakref.ref[object]
     ended: tuple[Sequence[tuple[int, int | None]], int] | None = field(default=None)
@@ -94,7 +94,7 @@ class _Log:
 class PoolWindows:
     """The windows of one run. `begins` is called when a step begins, `rests` where steps without a window follow.
 
-    solve: the addresses for a logged step within so many bytes, or the reason why there are none.
+    solve: gives the addresses for a logged step within a number of bytes, or the reason why there are none.
     decided: is told of the addresses that were solved for the signature of a key.
     """
 
@@ -106,7 +106,7 @@ class PoolWindows:
     ) -> None:
         self._native, self._solve, self._say, self._decided = native, solve, say, decided
         self._signatures: weakref.WeakKeyDictionary[object, _Signature] = weakref.WeakKeyDictionary()
-        self._current: _Signature | None = None  # the one whose plan is in force
+        self._current: _Signature | None = None  # its plan is in force
         self._log: _Log | None = None
         self._beside = native.outside_window()
         self._steps = self._deviating = self._reserved_nbytes = self._budget_nbytes = 0
@@ -115,8 +115,8 @@ class PoolWindows:
 
     def begins(self, key: object, budget_nbytes: int, planned: Addresses | None = None) -> None:
         """A step of a signature begins in this thread. `key`: an object that lives as long as the signature does.
-        `budget_nbytes`: what the arena, and all bytes of the process beside it, are kept within. `planned`: the addresses that
-        its plan has. A signature that is new runs by them, where the budget has room.
+        `budget_nbytes`: maximum for the arena and all other bytes of the process. `planned`: the addresses that its plan has. A
+        new signature runs by them, where the budget has room.
         """
         if self._ended is not None:
             return
@@ -139,7 +139,7 @@ class PoolWindows:
             self._log = _Log(weakref.ref(key))
 
     def rests(self) -> None:
-        """Until the next step begins, the ordinary allocator serves all. The arena is freed with its last buffer."""
+        """Until the next step begins, the ordinary allocator serves all requests. The arena is freed with its last buffer."""
         if self._ended is not None:
             return
         self._judge()
@@ -149,7 +149,7 @@ class PoolWindows:
         self._native.end(free=True)
 
     def close(self) -> None:
-        """The run is over; may be called again. Buffers that are still in the arena keep it until they are freed."""
+        """The run is over. May be called again. The arena is freed with the last buffer that is still in it."""
         if self._ended is not None:
             return
         self.rests()
@@ -159,10 +159,10 @@ class PoolWindows:
             self._beside.close()
 
     def __del__(self) -> None:
-        self.close()  # a log or a window that nobody ends would go on
+        self.close()  # otherwise a log or a window would stay open
 
     def status(self) -> PoolStatus:
-        """The pool so far; the step that is running does not count."""
+        """The pool's status, without the step that is running."""
         if self._ended is not None:
             return self._ended
         signatures = list(self._signatures.values())
@@ -177,7 +177,7 @@ class PoolWindows:
         return max((s.plan.addresses.arena_nbytes for s in self._signatures.values() if s.plan is not None), default=0)
 
     def _goes_on(self, log: _Log, key: object, budget_nbytes: int) -> bool:
-        """A step begins while a log is written. Returns whether the log goes on in it; else addresses are solved."""
+        """A step begins during a log. Returns whether the log goes on; otherwise addresses are solved."""
         logged = log.key()
         requests = self._native.requests()
         if log.ended is None:
@@ -196,7 +196,7 @@ class PoolWindows:
         return False
 
     def _planned(self, signature: _Signature, step: LoggedStep, budget_nbytes: int) -> None:
-        """The addresses for a logged step are put in force, if there are any."""
+        """Put the addresses for a logged step in force, if there are any."""
         addresses = self._solve(step, budget_nbytes) if step.requests else "its steps free nothing of what they request"
         if isinstance(addresses, str):
             self._give_up(signature, addresses)
@@ -208,7 +208,7 @@ class PoolWindows:
         self._say(f"MemOpt: no planned pool for this batch: {reason}. Training goes on with the ordinary allocator.")
 
     def _judge(self) -> None:
-        """The step under a plan is over, if there was one: did its requests come as planned?"""
+        """If a planned step has just ended, check whether its requests came as planned."""
         signature, self._current = self._current, None
         if signature is None or signature.plan is None:
             return

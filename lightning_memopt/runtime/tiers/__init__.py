@@ -1,4 +1,4 @@
-"""Places for offloaded bytes: page-locked host memory, and a file. Tiers move whole storages; a plan says which, and when."""
+"""Tiers for offloaded bytes: page-locked host memory, and a file. They move whole storages; a plan says which, and when."""
 
 from lightning_memopt.runtime.tiers.base import Stored, Tier
 from lightning_memopt.runtime.tiers.disk import DiskTier

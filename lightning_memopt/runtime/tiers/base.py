@@ -1,18 +1,19 @@
-"""The interface of tiers. A tier is a bounded place beside the device; storages are copied out to it, and copied back.
+"""The interface of tiers. A tier is memory of limited size beside the device, to which storages are copied out and from which
+they are copied back.
 
 Rules, each with a test (comments cite them by number):
 
 T1. A copy out begins after all work that was queued on the current stream when `store` was called, so after the op that wrote
     the bytes.
-T2. A `Stored` holds its source until the copy out is known to have ended, and lets go of it then. `record_stream` is not used:
-    it would return the bytes to the allocator at an unknown time, and no budget could be predicted.
+T2. A `Stored` holds its source until the copy out is known to have ended, and then lets go of it. `record_stream` is not used,
+    because it returns the bytes to the allocator at an unknown time, so that no peak could be predicted.
 T3. A copy back begins after the copy out has ended, and after all work that was queued on the current stream when `fetch` was
-    called: ops that used the memory of `out` before have ended.
-T4. `wait_stored` and `wait_fetched` order the stream that is current when they are called. Memory belongs to the stream on
-    which it was allocated: call them on that stream.
+    called, so after the ops that used the memory of `out` before.
+T4. `wait_stored` and `wait_fetched` order the stream that is current when they are called. Call them on the stream on which
+    the memory was allocated, because it belongs to that stream.
 T5. Bytes of a tier are given to another tensor only when no copy from or to them is under way, or when streams guarantee that
     such copies end first.
-T6. A failed copy raises OffloadError when somebody waits for it, or asks whether it has ended. The caller still has the tensor
+T6. A failed copy raises OffloadError in a call that waits for it, or asks whether it has ended. The caller still has the tensor
     that could not be stored. After a failed copy back, `fetch` may be tried again.
 T7. Every wait may be interrupted and repeated. `close` may be called twice, and leaves no thread, file or locked page.
 T8. A forked process owns nothing: in it, `close` and `release` do nothing, and all other calls raise OffloadError.
@@ -41,7 +42,7 @@ class Stored(Protocol):
     def nbytes(self) -> int: ...
 
     def stored(self) -> bool:
-        """Whether the copy out has ended, so that the device's bytes may be dropped. Raises OffloadError where it failed."""
+        """Whether the copy out has ended, so that the device's bytes may be dropped. Raises OffloadError if it failed."""
 
     def wait_stored(self) -> None:
         """Make later work on the current stream wait for the copy out. The host itself waits only for disks."""
@@ -53,11 +54,11 @@ class Stored(Protocol):
         """Make later work on the current stream wait for all copies back so far, so that it may read every `out`."""
 
     def release(self) -> None:
-        """Give up the bytes in the tier. May be called while copies are under way, twice, and in any thread."""
+        """Free the bytes in the tier. May be called while copies are under way, more than once, and in any thread."""
 
 
 class Tier(Protocol):
-    """A place of `capacity_nbytes` beside the device."""
+    """Memory of `capacity_nbytes` beside the device."""
 
     @property
     def name(self) -> str: ...
@@ -74,8 +75,8 @@ class Tier(Protocol):
         """Times the copies, both out and back."""
 
     def store(self, t: Tensor, what: str) -> Stored:
-        """Begin to copy out `t`, a whole storage as flat uint8. `what` names it in errors. Raises TierFullError
-        where the tier has no free piece of its size.
+        """Begin to copy out `t`, a whole storage as flat uint8. `what` names it in errors. Raises TierFullError if the tier has
+        no free piece of its size.
         """
 
     def close(self) -> None:
@@ -83,18 +84,17 @@ class Tier(Protocol):
 
 
 def check_flat(t: Tensor, nbytes: int | None = None) -> None:
-    """Raise ValueError unless `t` is one dimension of contiguous uint8, of `nbytes` where given: tiers move no other."""
+    """Raise ValueError unless `t` is 1-D, contiguous and uint8, and has `nbytes` if given: tiers move no other tensors."""
     if t.dtype != torch.uint8 or t.dim() != 1 or not t.is_contiguous():
         raise ValueError(f"a tier moves flat uint8, not {t.dtype} of size {tuple(t.shape)} and stride {t.stride()}")
     if nbytes is not None and t.numel() != nbytes:
-        raise ValueError(f"{nbytes} bytes are parked, but what they shall be copied to has {t.numel()}")
+        raise ValueError(f"{nbytes} bytes are parked, but the tensor to copy them into has {t.numel()}")
 
 
 def buffer(t: Tensor) -> memoryview:
-    """The bytes of a flat uint8 tensor on the CPU. The tensor lives as long as the view.
+    """The bytes of a flat uint8 tensor on the CPU. The view keeps the tensor alive.
 
-    Not by way of numpy: torch marks a storage whose memory numpy has seen as one that cannot be resized, and this may be the
-    user's own.
+    It does not go through numpy, after which torch does not let a storage be resized: this may be a storage of the user.
     """
     with unwatched():
         memory = (ctypes.c_ubyte * t.numel()).from_address(t.data_ptr())
@@ -120,7 +120,7 @@ def usage(space: Space) -> str:
 
 
 def full(tier: str, what: str, nbytes: int, space: Space) -> TierFullError:
-    """The error where a tier has no free piece of `nbytes`."""
+    """The error for a tier that has no free piece of `nbytes`."""
     return TierFullError(
         f"{what}: the {tier} tier has no room for {nbytes} bytes ({format_nbytes(nbytes)}): {usage(space)}. "
         "Nothing is lost, it is still on the device; give the tier more bytes, or offload less"

@@ -1,9 +1,9 @@
-"""The disk tier: a file, a thread that writes it and a thread that reads it. For any device.
+"""The disk tier, for any device: a file, a thread that writes it and a thread that reads it.
 
-On the CPU the system writes straight from the tensor's memory and reads straight into it; from and to other devices, bytes pass
-through `Staging`. A copy ends on its thread, so the host waits for that thread; T1 and T3 are kept by events where the device
-has streams. The system's page cache may hold parts of the file in memory, and gives that memory back when programs need it. A
-file in a directory in memory (tmpfs) takes memory.
+On the CPU the system writes directly from the tensor's memory and reads directly into it. From and to other devices, bytes pass
+through `Staging`. A copy ends on its thread, so the host waits for that thread. If the device has streams, events ensure T1 and
+T3. The system's page cache may hold parts of the file in memory, and gives that memory back when programs need it. A file in a
+directory in memory (tmpfs) takes memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ALIGN_NBYTES = 4096
 class DiskTier:
     """A tier of `capacity_nbytes` in a nameless file in `directory` (None: the system's directory for temporary files).
 
-    Raises OffloadError where the file cannot be made.
+    Raises OffloadError if the file cannot be made.
     """
 
     name = "disk"
@@ -60,8 +60,8 @@ class DiskTier:
         self._writer, self._reader = Worker("memopt-io-out", around), Worker("memopt-io-in", around)
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._pieces: set[Piece] = set()  # of all that is parked here: they must be there when their owners die
-        self._released: deque[Piece] = deque()  # of what was released, or has died
+        self._pieces: set[Piece] = set()  # of all that is parked here: pieces must outlive their owners, to call back
+        self._released: deque[Piece] = deque()  # of storages that were released or freed
         self._closing = False
         self._held = self._pid, self.file, self._writer, self._reader, staging
         self._finalizer = weakref.finalize(self, _end, *self._held)
@@ -87,7 +87,7 @@ class DiskTier:
         return parked
 
     def piece_of(self, parked: _DiskParked) -> Piece:
-        """The piece of what is about to be parked. Its callback runs no Python code, so no interrupt can get lost in it."""
+        """The piece for a storage that is about to be parked. Its callback runs no Python code, so it can lose no interrupt."""
         return Piece(parked, self._released.append, parked.nbytes)
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class DiskTier:
             self._finalizer.detach()
 
     def check(self, what: str) -> None:
-        """Raise OffloadError in a forked process, or where the tier is closed."""
+        """Raise OffloadError in a forked process, or if the tier is closed."""
         check_process(self.name, self._pid)
         if self._closing:
             raise closed(self.name, what)
@@ -106,7 +106,7 @@ class DiskTier:
     def submit(self, parked: _DiskParked, copy: Copy, *, out: bool) -> None:
         """Queue a copy: `out` on the thread that writes, else on the thread that reads."""
         with self._lock:
-            if self._closing:  # the threads take no copies from their queues any more
+            if self._closing:  # the threads take no more copies from their queues
                 raise closed(self.name, parked.what)
             parked.copies += 1
             (self._writer if out else self._reader).submit(copy)
@@ -128,19 +128,19 @@ class DiskTier:
             self._reclaim()
 
     def wanted(self, parked: _DiskParked) -> bool:
-        """Whether anybody can still ask for the bytes that are about to be written."""
+        """Whether the bytes that are about to be written can still be asked for."""
         with self._lock:
             return not self._closing and (parked.copies > 1 or not parked.released)
 
     def release(self, parked: _DiskParked) -> None:
-        """T5. A destructor may call this, even while its own thread has the lock: then the next `_reclaim` does the work."""
+        """T5. A destructor may call this, even while its own thread has the lock. Then the next `_reclaim` does the work."""
         self._released.append(parked.piece)
         if not self._lock.locked():
             with self._lock:  # an interrupt between `acquire` and `try` would leave it taken for ever
                 self._reclaim()
 
     def _reclaim(self) -> None:
-        """Free the space of released storages that no copy uses. Call with the lock."""
+        """Free the space of released storages that no copy uses. The caller has the lock."""
         for _ in range(len(self._released)):
             piece = self._released[0]
             parked = piece()
@@ -176,7 +176,7 @@ class _DiskParked:
     released: its bytes are not needed any more.
     """
 
-    released = True  # also where an interrupt ends the constructor: there is nothing to release
+    released = True  # also if an interrupt ends the constructor: there is nothing to release
 
     def __init__(self, tier: DiskTier, t: Tensor, what: str) -> None:
         self._tier = tier
@@ -213,7 +213,7 @@ class _DiskParked:
             if not tier.wanted(self):
                 if tier._closing:
                     raise closed(tier.name, self.what)
-                raise OffloadError(f"{self.what} was released before it was stored; keep what is parked")
+                raise OffloadError(f"{self.what} was released before it was stored; keep the object that `store` returned")
             if tier.staging is None:
                 tier.write(buffer(t), self.offset)
             else:
@@ -248,11 +248,11 @@ class _DiskParked:
         self._tier.check(self.what)
         check_flat(out, self.nbytes)
         if self.released:
-            raise OffloadError(f"{self.what}: it was released, and is not in the disk tier any more; keep what is parked")
+            raise OffloadError(f"{self.what}: it was released, and is not in the disk tier any more; keep it")
         if self.nbytes:
             copy = Copy(partial(self._read, out, self._ready()))
             self._tier.submit(self, copy, out=False)
-            self._fetches += (copy,)  # behind it: after an interrupt, nobody waits for what was not submitted
+            self._fetches += (copy,)  # after `submit`, so that nobody waits for a copy that an interrupt kept from it
 
     def wait_fetched(self) -> None:
         check_process(self._tier.name, self._tier._pid)

@@ -1,7 +1,7 @@
 """The host tier: page-locked host memory, a stream for each direction, events instead of waits (Dymem, HPDC 2020, 3.2).
 
-The host never waits: copies only need an order between streams. On the CPU the same code copies from memory to memory. That
-saves no memory, but tests can compare the bytes that come back with those that were stored.
+The host never waits, because copies only need an order between streams. On the CPU the same code copies from memory to memory.
+That saves no memory, but tests can compare the bytes that come back with those that were stored.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ ALIGN_NBYTES = 512
 class HostTier:
     """A tier of `capacity_nbytes` of page-locked host memory beside `device`.
 
-    `streams` has the streams and events: torch's module of the device, unless a test has another. Raises OffloadError for more
-    bytes than the machine has left.
+    `streams` has the classes of streams and events: torch's module of the device, unless a test passes another. Raises
+    OffloadError for more bytes than the machine has left.
     """
 
     name = "host"
@@ -52,7 +52,7 @@ class HostTier:
         self._lock = threading.Lock()
         self._released: deque[_HostParked] = deque()
         self._holding: list[tuple[Any, Tensor]] = []
-        """(event, tensor): memory that copies of released storages use until the event."""
+        """(event, tensor): until the event, a copy of a released storage uses the tensor's memory."""
         self._closed = False
 
     @property
@@ -86,7 +86,7 @@ class HostTier:
         self._pool.close()
 
     def check(self, what: str) -> None:
-        """Raise OffloadError in a forked process, or where the tier is closed."""
+        """Raise OffloadError in a forked process, or if the tier is closed."""
         check_process(self.name, self._pid)
         if self._closed:
             raise closed(self.name, what)
@@ -96,12 +96,12 @@ class HostTier:
         return self._pool.bytes[offset : offset + nbytes]
 
     def copy(self, to: Tensor, of: Tensor, stream: Any) -> None:
-        """Queue a copy on `stream`, which is the current one, and time it."""
+        """Queue a copy on `stream`, the current stream, and time it."""
         with self.copied.running(stream if self._queues else None):
             streams_module.copy(to, of)
 
     @contextlib.contextmanager
-    def naming(self, parked: _HostParked, verb: str) -> Iterator[None]:
+    def as_offload_error(self, parked: _HostParked, verb: str) -> Iterator[None]:
         """T6: turn the device's errors, of this copy or of earlier work, into OffloadError that names the copy.
 
         `verb`: "to" or "from" the tier.
@@ -117,7 +117,7 @@ class HostTier:
             ) from error
 
     def release(self, parked: _HostParked) -> None:
-        """A destructor may call this anywhere: it does not use the device."""
+        """A destructor may call this anywhere, because it does not use the device."""
         self._released.append(parked)
 
     def reclaim(self) -> None:
@@ -127,9 +127,8 @@ class HostTier:
                 self._reclaim()
 
     def _reclaim(self) -> None:
-        """T5: a later copy out into the same space waits for all copies back from it. Earlier copies out are on its own stream.
-
-        Call with the lock.
+        """T5: a later copy out into the same space waits for all copies back from it. Earlier copies out are on the same stream
+        as the later one. The caller has the lock.
         """
         while self._released:
             parked = self._released.popleft()
@@ -155,9 +154,9 @@ class _HostParked:
     offset: where it begins in the tier's memory.
     source: the tensor that is copied out; None when that copy is known to have ended (T2).
     done: the event after the copy out.
-    outs: targets of copies back for which nobody has waited.
-    fetched: the event after the last copy back, None before the first; all copies back are on one stream.
-    given: its space is free again.
+    outs: targets of copies back for which nobody has waited yet.
+    fetched: the event after the last copy back, None before the first. All copies back are on one stream.
+    given: whether its space is free again.
     """
 
     def __init__(self, tier: HostTier, t: Tensor, what: str, offset: int) -> None:
@@ -171,7 +170,7 @@ class _HostParked:
         self.outs: list[Tensor] = []
         streams = tier.streams
         self.done = streams.Event()
-        with tier.naming(self, "to"):
+        with tier.as_offload_error(self, "to"):
             produced = marked(streams, streams.current_stream(tier.device))
             with queued_on(streams, tier.out, tier.device):
                 tier.out.wait_event(produced)  # T1
@@ -181,16 +180,16 @@ class _HostParked:
 
     def stored(self) -> bool:
         check_process(self._tier.name, self._tier._pid)
-        with self._tier.naming(self, "to"):
+        with self._tier.as_offload_error(self, "to"):
             if self.source is not None and self.done.query():
                 self.source = None
             self._tier.reclaim()
         return self.source is None
 
     def wait_stored(self) -> None:
-        """See `Stored`. The host does not wait, and later work on the current stream may use the source's memory again."""
+        """See `Stored`. The host does not wait. Later work on the current stream may use the source's memory again."""
         check_process(self._tier.name, self._tier._pid)
-        with self._tier.naming(self, "to"):
+        with self._tier.as_offload_error(self, "to"):
             self._current().wait_event(self.done)
             self._tier.reclaim()
         self.source = None
@@ -200,10 +199,10 @@ class _HostParked:
         tier.check(self.what)
         check_flat(out, self.nbytes)
         if self._released:
-            raise OffloadError(f"{self.what}: it was released, and is not in the host tier any more; keep what is parked")
+            raise OffloadError(f"{self.what}: it was released, and is not in the host tier any more; keep it")
         if not self.nbytes:
             return
-        with tier.naming(self, "from"):
+        with tier.as_offload_error(self, "from"):
             tier.reclaim()
             free = marked(streams, self._current())
             with queued_on(streams, tier.back, tier.device):
@@ -215,7 +214,7 @@ class _HostParked:
 
     def wait_fetched(self) -> None:
         check_process(self._tier.name, self._tier._pid)
-        with self._tier.naming(self, "from"):
+        with self._tier.as_offload_error(self, "from"):
             if self.fetched is not None:
                 n_outs = len(self.outs)
                 self._current().wait_event(self.fetched)

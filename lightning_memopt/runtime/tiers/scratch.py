@@ -1,9 +1,9 @@
-"""A file of a fixed size without a name: the system deletes it with its last descriptor, even where the process is killed.
+"""A file of a fixed size without a name: the system deletes it with its last descriptor, even if the process is killed.
 
 Linux: the file is made with `O_TMPFILE`, or unlinked at once on file systems that do not have that (`tempfile.TemporaryFile`
 tries both); `posix_fallocate` reserves the space. macOS: the file is unlinked at once, and zeros are written to reserve the
-space. Windows: the system deletes the file with its last handle (`O_TEMPORARY`). It has no positional reads, so a lock keeps
-seek and read together.
+space. Windows: the system deletes the file with its last handle (`O_TEMPORARY`). There are no positional reads on Windows, so a
+lock keeps seek and read together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CANNOT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 class Scratch:
     """`nbytes` of disk space in `directory` (None: the system's directory for temporary files), reserved when it is made.
 
-    Raises OffloadError where the directory does not exist, cannot be written to, or has less space.
+    Raises OffloadError if the directory does not exist, cannot be written to, or has too little space.
     """
 
     def __init__(self, nbytes: int, directory: str | os.PathLike[str] | None = None) -> None:
@@ -65,10 +65,10 @@ class Scratch:
             n = self._pwrite(data, offset)
             if n <= 0:
                 raise OSError(errno.EIO, f"a write of {len(data)} bytes at {offset} wrote none")
-            data, offset = data[n:], offset + n  # the system may take less at once
+            data, offset = data[n:], offset + n  # the system may write less at once
 
     def read(self, into: memoryview, offset: int) -> None:
-        """Fill `into` with what is at `offset`, with the interpreter's lock released. Raises OSError."""
+        """Fill `into` with the bytes at `offset`. Other threads run meanwhile. Raises OSError."""
         while into:
             n = self._preadv(into, offset)
             if n <= 0:

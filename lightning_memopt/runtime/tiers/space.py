@@ -1,4 +1,4 @@
-"""Which bytes of a pool are free: best fit, lowest address first, neighbours joined at once."""
+"""Which bytes of a pool are free: best fit, lowest address first; free neighbours are joined at once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lightning_memopt.units import round_up
 
 
 class Piece(weakref.ref[Any]):
-    """The bytes of one object in a space. Who holds it learns of the object's death by a callback.
+    """The bytes of one object in a space. A callback runs when the object is freed.
 
-    An interrupt may come after any call. So a space marks a piece where it counts its bytes, without a call in between: bytes
-    are never taken without a piece that says so, and never given back twice.
+    An interrupt may come after any call. So a space changes its counts and marks the piece without a call in between: bytes are
+    never taken without a piece that says so, and never given back twice.
 
-    nbytes: how many.
+    nbytes: number of bytes.
     offset: where they begin; None before they are taken.
-    given: they are free again.
+    given: whether they are free again.
     """
 
     __slots__ = ("given", "nbytes", "offset")
@@ -28,23 +28,23 @@ class Piece(weakref.ref[Any]):
 
     def __init__(self, owner: Any, dies: Callable[[Any], None], nbytes: int) -> None:
         super().__init__(owner, dies)  # type: ignore[call-arg]  # which weakref.ref takes
-        hash(self)  # that of the owner, which must be known when it has died
+        hash(self)  # the owner's hash, which must be computed while it is alive
         self.nbytes = nbytes
         self.offset: int | None = None
         self.given = False
 
 
 class Space:
-    """Pieces of `0 .. capacity_nbytes`, whose offsets and sizes are multiples of `align`. Not safe for threads: callers lock.
+    """Pieces of `0 .. capacity_nbytes`, whose offsets and sizes are multiples of `align`. Not thread-safe: callers lock.
 
-    align: bytes.
+    align: alignment in bytes.
     capacity_nbytes: rounded down to a multiple of `align`.
-    used_nbytes: bytes in use; every piece is rounded up to a multiple of `align`.
+    used_nbytes: bytes in use, with every piece rounded up to a multiple of `align`.
     """
 
     def __init__(self, capacity_nbytes: int, align: int = 512) -> None:
         if capacity_nbytes < 0 or align < 1:
-            raise ValueError(f"a space of {capacity_nbytes} bytes in multiples of {align}")
+            raise ValueError(f"a space of {capacity_nbytes} bytes, aligned to {align}: give at least 0 and 1")
         self.align = align
         self.capacity_nbytes = capacity_nbytes // align * align
         self.used_nbytes = 0
@@ -53,7 +53,7 @@ class Space:
 
     @property
     def largest_nbytes(self) -> int:
-        """The largest number of bytes that can be taken at once."""
+        """Maximum number of bytes that can be taken at once."""
         return max((size for _, size in self._free), default=0)
 
     def rounded(self, nbytes: int) -> int:
@@ -61,7 +61,7 @@ class Space:
         return round_up(nbytes, self.align)
 
     def take(self, nbytes: int, piece: Piece | None = None) -> int | None:
-        """The offset of a piece of `nbytes` (at least 1), from the smallest free piece that has them; None where none has."""
+        """The offset of a piece of `nbytes` (at least 1), in the smallest free piece that is large enough; None if none is."""
         size = self.rounded(nbytes)
         if size <= 0:
             raise ValueError(f"{nbytes} bytes are no piece")

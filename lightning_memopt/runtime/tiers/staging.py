@@ -18,7 +18,7 @@ from lightning_memopt.runtime.tiers.streams import HostPool, queued_on
 PIECE_NBYTES = 8 << 20
 
 Move = Callable[[memoryview, int], None]
-"""(memory, offset): write this memory to the file, or fill it from the file. `offset`: in bytes from the tensor's begin."""
+"""(memory, offset): write this memory to the file, or fill it from the file. `offset`: bytes from the tensor's beginning."""
 
 
 class Staging:
@@ -69,7 +69,7 @@ class Staging:
                     read(buffer(piece), start)
                     streams_module.copy(part, piece)
                     self.events[k % 2].record(self.stream)
-            finally:  # where a read failed, too: `out` is given up then, and others get its memory
+            finally:  # also if a read failed: then `out` is freed, and its memory reused
                 for event in self.events:
                     event.synchronize()
 

@@ -1,4 +1,4 @@
-"""Measures the seconds that copies, codecs, and waits for them take."""
+"""Measure the seconds that copies, codecs, and waits for them take."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lightning_memopt.clocks import perf_counter
 from lightning_memopt.device.backends import backend_of
 
 _PENDING = 64
-"""Pairs of events that may wait to be read."""
+"""Maximum number of pairs of events that wait to be read."""
 
 
 class Stopwatch:
     """The total seconds of all `running` blocks, in any thread.
 
-    A block is timed by the host's clock, or between two events on a stream of the device; only `seconds` waits for these
+    A block is timed by the host's clock, or between two events on a stream of the device. Only `seconds` waits for these
     events.
 
     on: whether blocks are timed.
@@ -28,7 +28,7 @@ class Stopwatch:
         self.on = True
         self._clock = clock
         self._event = event
-        self._lock = threading.RLock()  # a destructor may wait for a copy anywhere, in here too
+        self._lock = threading.RLock()  # a destructor may wait for a copy anywhere, even in here
         self._seconds = 0.0
         self._pairs: deque[tuple[Any, Any]] = deque()
 
@@ -45,7 +45,7 @@ class Stopwatch:
             if stream is None:
                 with self._lock:
                     self._seconds += self._clock() - began
-        if stream is not None:  # not after an error: a device that failed would raise another one here, and hide the first
+        if stream is not None:  # not after an error: a failed device would raise another one here and hide the first
             ended = self._mark(stream)
             with self._lock:
                 self._pairs.append((began, ended))
@@ -69,7 +69,7 @@ class Stopwatch:
         return event
 
     def _fold(self) -> None:
-        """Add the times of events that have passed. Call with the lock."""
+        """Add the times of events that have passed. The caller has the lock."""
         for _ in range(len(self._pairs)):
             began, ended = self._pairs.popleft()
             if ended.query():

@@ -32,10 +32,10 @@ def marked(streams: Any, stream: Any) -> Any:
 
 @contextlib.contextmanager
 def queued_on(streams: Any, stream: Any, device: torch.device) -> Iterator[None]:
-    """Within, ops are queued on `stream`, of this device; neither dispatch modes nor autograd see them.
+    """Within, ops are queued on `stream`, of this device, and neither dispatch modes nor autograd see them.
 
-    The device is the current one: at the end, torch goes back to the stream that was current, and would open a context on
-    another device for it, which takes hundreds of MiB there.
+    The device is made the current one. Otherwise, when torch restores the stream that was current, it would open a context on
+    another device, which takes hundreds of MiB there.
     """
     with below_autograd(), current(device), streams.stream(stream):
         yield
@@ -49,10 +49,10 @@ def copy(to: Tensor, of: Tensor) -> None:
 class HostPool:
     """`nbytes` of host memory, allocated once. A CUDA device copies from and to it while the host goes on.
 
-    The pages are registered with the driver, because torch's own page-locked memory is rounded up to a power of two. They are
-    of this pool alone: the driver locks whole pages, and refuses one that is locked already. Where pages cannot be locked
-    (`ulimit -l`, containers, WSL), there is one warning, and the memory is pageable: copies then block the host; numbers are
-    the same. Raises OffloadError for more bytes than the machine has left.
+    The pages are registered with the driver, because torch's own page-locked memory is rounded up to a power of two. No other
+    memory is on these pages, because the driver locks whole pages, and refuses one that is locked already. If pages cannot be
+    locked (`ulimit -l`, containers, WSL), there is one warning, and the memory is pageable: copies then block the host, and
+    results are the same. Raises OffloadError for more bytes than the machine has left.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -68,14 +68,14 @@ class HostPool:
         self._unlock = weakref.finalize(self, _unlock, os.getpid(), pages, device, locks and _lock(pages, device))
 
     def close(self) -> None:
-        """Give the memory back. No copy may be under way."""
+        """Free the memory. No copy may be under way."""
         self._unlock()
         self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _pages(nbytes: int) -> Tensor:
-    """Whole pages of the CPU's memory with at least so many bytes, on a storage of their own, whose begin torch looks at to see
-    whether a tensor is pinned. Memory of torch begins at multiples of 64 bytes.
+    """Whole pages of the CPU's memory with at least `nbytes`, on a new storage that begins with them, because torch looks at a
+    storage's beginning to see whether a tensor is pinned. (Torch aligns memory only to 64 bytes.)
     """
     pages = mmap.mmap(-1, round_up(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=torch.uint8)
@@ -100,8 +100,8 @@ def _unlock(pid: int, memory: Tensor, device: torch.device, locked: bool) -> Non
 
 
 def _forget_error(device: torch.device) -> None:
-    """Let no op of the user fail because of a call of ours that failed. CUDA keeps its last error until somebody asks for it,
-    and torch asks behind each kernel.
+    """Clear the error of a failed call, so that no op of the user raises it: CUDA keeps its last error until it is read, and
+    torch reads it after each kernel.
     """
     with below_autograd(), contextlib.suppress(RuntimeError):
         _launch(device)
@@ -112,7 +112,7 @@ def _launch(device: torch.device) -> None:
 
 
 def _available_nbytes() -> int:
-    """Bytes of host memory that are left; all bytes of it, where the system does not say how many are left."""
+    """Bytes of host memory that are left; all host memory if the system does not say how much is left."""
     try:
         total = host_memory_nbytes()
     except UnsupportedError:

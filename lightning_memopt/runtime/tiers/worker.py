@@ -1,4 +1,4 @@
-"""One thread that carries out copies in the order in which they were given to it."""
+"""One thread that carries out copies in the order in which they were submitted."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _PATIENCE_SECONDS = 1.0
 
 
 class Copy:
-    """A copy that a worker carries out. It ends once. Anybody may wait for it, and repeat a wait that was interrupted (T7).
+    """A copy that a worker carries out. Any thread may wait for it, and repeat a wait that was interrupted (T7).
 
-    An interrupt inside the Python code of `threading.Event` may leave its lock taken: then the worker waits for ever, and so do
-    all that wait for it. So there is a lock of C alone, and `ended` says how it is.
+    An interrupt inside the Python code of `threading.Event` may leave its lock taken. Then the worker waits for ever, and so
+    does everything that waits for it. So only a lock implemented in C is used, and `ended` holds the state.
 
-    ended: the copy is over.
+    ended: whether the copy is over.
     error: the exception that the copy raised, or None.
     """
 
@@ -32,13 +32,13 @@ class Copy:
         self.error: BaseException | None = None
 
     def run(self, around: Around = nullcontext) -> None:
-        """Carry it out, in the context that `around` gives."""
+        """Carry the copy out, in the context that `around` gives."""
         try:
             if self._work is not None:
                 with around():
                     self._work()
-        except BaseException as error:  # the worker's thread has no caller: those who wait for the copy raise it
-            self.error = error.with_traceback(None)  # its frames would hold the tensor
+        except BaseException as error:  # a thread has no caller, so `wait` raises it
+            self.error = error.with_traceback(None)  # frames would keep the tensor alive
         finally:
             self._work = None
             self.ended = True
@@ -46,13 +46,13 @@ class Copy:
 
     def wait(self) -> None:
         while not self.ended:
-            # another thread that waits, and was interrupted in the next line, may have the lock: then time goes by
+            # the timeout is for a waiting thread that was interrupted in the next line and still has the lock
             if self._running.acquire(timeout=_PATIENCE_SECONDS):
                 self._running.release()
 
 
 class Worker:
-    """A daemon thread called `name`; `close` waits until all that was submitted has ended.
+    """A daemon thread called `name`. `close` waits until all submitted copies have ended.
 
     around: gives the context in which each copy is carried out.
     """
@@ -66,7 +66,7 @@ class Worker:
         self._copies.put(copy)
 
     def close(self) -> None:
-        self._copies.put(None)  # after a second `close`, nobody reads this
+        self._copies.put(None)  # nothing reads it after a second `close`
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
