@@ -49,7 +49,7 @@ from lightning_memopt.record.recorder import Recorder
 from lightning_memopt.record.rules import Rule, is_norm, register_op, rule_of, rule_of_call, written_by
 from lightning_memopt.record.seams import Listening, Seams, drop_seams, keep_seams
 from lightning_memopt.record.settings import numeric_flags, set_numeric_flags
-from lightning_memopt.record.tape import OUTSIDE, OVERWRITTEN, UNKNOWN, UNSHARED, Call, Held, Origin, StorageVersion, Tape, View
+from lightning_memopt.record.tape import OUTSIDE, OVERWRITTEN, UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, View
 from lightning_memopt.record.tensors import OWN_COUNT, detached, fills, is_dense, is_plain, tensors_in
 from lightning_memopt.record.uncompiled import uncompiled, uncompiled_itself
 from lightning_memopt.record.undoing import undo
@@ -62,7 +62,6 @@ __all__ = [
     "UNKNOWN",
     "UNSHARED",
     "Call",
-    "Held",
     "Observer",
     "OpRecord",
     "Listening",

@@ -36,14 +36,14 @@ class Origin(enum.Enum):
     EXTERNAL = "no recorded op made it: it was there before the forward, or something that is not seen wrote it"
 
 
-class Held(Protocol):
+class HeldBytes(Protocol):
     """The bytes that the owner of a tape holds of a storage version. The recorder never reads this."""
 
     value: torch.Tensor | None
     """A tensor on the bytes, or None where the owner does not hold them."""
 
 
-H = TypeVar("H", bound=Held)
+H = TypeVar("H", bound=HeldBytes)
 
 
 class StorageVersion(Generic[H]):

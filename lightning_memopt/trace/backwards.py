@@ -1,4 +1,4 @@
-"""The backwards that ask for saves of one forward: which of them have not come to their end, because something raised."""
+"""Track the backwards that ask for saves of one forward, to know whether one of them raised an error before its end."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ def backward_runs() -> bool:
 
 
 class Backwards:
-    """Backwards by the number that autograd gives them. What it calls at the end of one, it does not call where that raised."""
+    """Backwards by the numbers that autograd gives them. Autograd calls a callback at the end of each, unless that one
+    raised.
+    """
 
     def __init__(self) -> None:
         self._last = NO_BACKWARD
         self._open: set[int] = set()
 
     def asks(self) -> None:
-        """A backward asks for a save, or lets go of one."""
+        """A backward asks for a save, or releases one."""
         task = backward_task()
         if task in (self._last, NO_BACKWARD):
             return
@@ -31,5 +33,5 @@ class Backwards:
 
     @property
     def failed(self) -> bool:
-        """Whether a backward has begun that will not come to its end."""
+        """Whether a backward has begun that will never end, because it raised an error."""
         return bool(self._open) and not backward_runs()

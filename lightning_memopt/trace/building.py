@@ -1,4 +1,4 @@
-"""The graph of a step, with consecutive ids, from what a tracer has seen of it."""
+"""Build the graph of a step, with consecutive ids, from what a tracer has seen of it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def graph_of(
     """The graph. Versions that no op used are left out.
 
     seen_tensors, seen_saves: by ids that need not be consecutive.
-    seconds: of each op.
+    seconds: seconds of each op.
     device: type of the training device.
-    lines: line of user code of each op that runs again.
+    lines: the line of user code of each op that may run again.
     """
     end, hidden = len(points) - 1, hiding()
     ids, saves = ({id: i for i, id in enumerate(sorted(seen))} for seen in (seen_tensors, seen_saves))
@@ -37,7 +37,7 @@ def graph_of(
     ]
 
     def read(save: SeenSave) -> int:
-        """The version of the saved tensor that autograd reads: that of the time when it first needs the save."""
+        """The version of the saved tensor that autograd reads: the one in memory when autograd first needs the save."""
         tensor, needed_at = save.tensor, save.first_needed_at(end)
         while tensor in written and written[tensor][1] < needed_at:
             tensor = written[tensor][0]

@@ -1,9 +1,9 @@
-"""Measurements by the native counter: the workspace of each op, and bytes that no recorded op allocated.
+"""Measure with the native counter: the workspace of each op, and bytes that no recorded op allocated.
 
-The recorder sees no op that allocates the generator states of a checkpoint, or the tensors that compiled code saves for its
-backward. If the counter has more live bytes than the known storages, the difference becomes a tensor of its own. It lives from
-the op after which it was first seen to the op before which it was freed. Bytes from before the step that are no tensor of it
-(another model, the step before) are such a difference, too.
+No recorded op allocates the generator states of a checkpoint, or the tensors that compiled code saves for its backward. If the
+counter has more live bytes than the known storages, the difference becomes a tensor of its own. It lives from the op after
+which it was first seen to the op before which it was freed. Bytes from before the step that are not tensors of the step
+(another model, the previous step) are such a difference, too.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from lightning_memopt.native.counting import PLAIN
 class Unseen(NamedTuple):
     """Bytes that no recorded op allocated, or that are held longer than autograd holds them.
 
-    nbytes: their number.
-    born_at: first point at which they are in memory; BEFORE where they were there before the step.
-    freed_at: last such point; None: until the end of the step.
+    nbytes: number of bytes.
+    born_at: first point at which they are in memory; BEFORE if they were there before the step.
+    freed_at: last such point; None: the end of the step.
     """
 
     nbytes: int
@@ -57,15 +57,15 @@ class Ledger:
         self._known_nbytes -= self._known.pop(key, 0)
 
     def _change_nbytes(self) -> int:
-        """Bytes that came (or went, where it is negative) and that are not noted yet. Asked twice for each op."""
+        """Bytes of unknown storages that were allocated (or freed, if negative) and are not noted yet. Runs twice per op."""
         change = self.counter.live(PLAIN) - self._known_nbytes - self.base_nbytes
         for unseen in self._open:
             change -= unseen.nbytes
         return change
 
     def settle(self) -> None:
-        """All bytes of unknown storages that are in memory now are from before the step."""
-        self.base_nbytes += self._change_nbytes()  # nothing has come since the step began
+        """Count all bytes of unknown storages that are in memory now as from before the step."""
+        self.base_nbytes += self._change_nbytes()  # nothing has been allocated since the step began
         self._settled = self.counter.allocations()
 
     def is_older(self, storage: torch.UntypedStorage) -> bool:
@@ -78,18 +78,18 @@ class Ledger:
 
     @property
     def open_nbytes(self) -> int:
-        """Unseen bytes that came since the step began and are still there."""
+        """Unseen bytes that were allocated since the step began and are still there."""
         return sum([unseen.nbytes for unseen in self._open])
 
     def identified(self, key: int, beyond_nbytes: int = 0) -> None:
-        """A storage, which `born` has added, is known only now: it leaves the unknown bytes from before the step.
-        `beyond_nbytes`: how many of its bytes may be among those that came since.
+        """A storage that `born` has added has become known only now: subtract it from the unknown bytes from before the step.
+        `beyond_nbytes`: how many of its bytes may have been allocated since.
         """
         self.base_nbytes -= max(0, min(self.base_nbytes, self._known.get(key, 0) - beyond_nbytes))
 
     def taken(self, nbytes: int, points: Container[int]) -> int | None:
-        """A storage is known only now: it leaves the unseen bytes, if so many of them came at one of these points. Returns the
-        latest such point, or None.
+        """A storage of `nbytes` has become known only now: subtract it from the unseen bytes if at least as many were allocated
+        at one of these points. Returns the latest such point, or None.
         """
         for i, unseen in reversed(list(enumerate(self._open))):
             if unseen.born_at in points and 0 < nbytes <= unseen.nbytes:
@@ -98,7 +98,7 @@ class Ledger:
         return None
 
     def ran(self, now: int) -> None:
-        """The op at the point `now` has ended and its known outputs were added; new bytes beyond them are unseen ones."""
+        """The op at the point `now` has ended, and its known outputs were added. Other new bytes are unseen ones."""
         change = self._change_nbytes()
         if change > 0:
             self._open.append(Unseen(change, now, None))
@@ -117,8 +117,8 @@ class Ledger:
             self.base_nbytes -= freed_nbytes
 
     def end(self, nbytes: int, now: int) -> int:
-        """`nbytes` of the unseen bytes are there up to the point `now`: they are freed, or are those of a storage that is known
-        from then on. Returns how many there were.
+        """`nbytes` of the unseen bytes end at the point `now`, because they are freed, or belong to a storage that has become
+        known. Returns how many of them there were.
         """
         left = nbytes
         while left and self._open:
@@ -137,7 +137,7 @@ class Ledger:
 
 
 class Marks:
-    """A context for every op that measures its workspace: its peak bytes beyond the bytes that are left after it.
+    """A context for each op that measures its workspace: its peak bytes minus the bytes that are left after it.
 
     A rise between two ops counts as workspace of the first one. `workspaces`: index of an op -> bytes.
     """
@@ -150,7 +150,7 @@ class Marks:
         self.workspaces: dict[int, int] = {}
 
     def __call__(self, index: int, frees: bool = False) -> Marks:
-        """The context of the op `index`. `frees`: what it frees does not count as there at its point."""
+        """The context of the op `index`. `frees`: bytes that it frees do not count as in memory at its point."""
         if self._index >= 0:
             self._count_rise()
         self._index, self._frees = index, frees

@@ -1,4 +1,4 @@
-"""Floating-point operations of an op, by the formulas that torch has of it."""
+"""Count the floating-point operations of an op by torch's formulas."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.utils.flop_counter import flop_registry
 from lightning_memopt.torch_private import OpOverload
 
 _OF_SHAPES = flop_registry[torch.ops.aten.mm].__code__
-"""The code of the wrapper that torch puts around formulas of shapes. It maps whole trees, which takes longer than most ops."""
+"""The code of the wrapper that torch puts around its formulas. It maps whole trees, which takes longer than most ops."""
 
 
 class Flops:
-    """The formulas of a step's ops. Torch hashes ops in Python, so they are known here by identity."""
+    """The formulas of a step's ops, by the identity of the op, because hashing an op runs Python code of torch."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[OpOverload, Callable[..., Any] | None]] = {}
 
     def of(self, func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
-        """The operations of one call; 0 where there is no formula."""
+        """The operations of one call; 0 if there is no formula."""
         entry = self._known.get(id(func))
         if entry is None:
             entry = self._known[id(func)] = func, flop_registry.get(func._overloadpacket)

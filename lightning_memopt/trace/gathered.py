@@ -1,9 +1,9 @@
-"""Gathered weights, and the hooks of sharded modules, in the graph (record/gathered.py has how they are seen).
+"""Put gathered weights, and the hooks of sharded modules, into the graph (record/gathered.py sees them).
 
-A weight is a tensor with windows. A hook in backward is an op that reads and makes nothing: what it allocates and keeps is
-there from its point on, what it frees is there up to the point before, and the rest of its peak is its workspace. So the
-buffers of collectives are in the levels. In forward, planned ops are known by their positions, so a hook there is no op: its
-peak belongs to the workspace of the op before it.
+A weight is a tensor with windows. A hook in backward becomes an op that reads and makes no tensors. What it allocates and keeps
+is in memory from its point on, what it frees is in memory up to the point before, and the rest of its peak is its workspace. So
+the graph counts the buffers of collectives. In forward, planned ops are known by their positions, so a hook there must not be
+an op: its peak belongs to the workspace of the op before it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from lightning_memopt.trace.unrecorded import unrecorded_op
 
 
 class Gathered:
-    """The windows of the weights of one round, and its hooks. Call `there` and `away` within `hook`."""
+    """Adds the weights' windows and the hooks of one round to the graph. Call `there` and `away` within `hook`."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
 
     def there(self, version: StorageVersion, name: str) -> None:
-        """The bytes of a weight are in memory. May be repeated."""
+        """A weight has been gathered. May be repeated."""
         tracer = self._tracer
         seen = tracer.tensors.get(version.id)
         if seen is None:
@@ -37,7 +37,7 @@ class Gathered:
         seen.opens(len(tracer.points))
 
     def away(self, version: StorageVersion) -> None:
-        """The bytes of a weight are not in memory. May be repeated."""
+        """The bytes of a weight have been freed. May be repeated."""
         seen = self._tracer.tensors.get(version.id)
         if seen is not None and seen.open_at is not None:
             self._tracer.gone(version.id)
@@ -45,7 +45,9 @@ class Gathered:
 
     @contextlib.contextmanager
     def hook(self, settles: bool) -> Iterator[None]:
-        """Around a hook that the recorder does not see. `settles`: the buffers of its collectives are gone at its end."""
+        """A context around a hook that the recorder does not see. `settles`: it has freed the buffers of its collectives at its
+        end.
+        """
         tracer = self._tracer
         if not tracer.forward_over or not backward_runs():
             yield

@@ -1,10 +1,10 @@
-"""The ops of an observed backward, in place where they are so in a plain one.
+"""Run ops of an observed backward in place where torch would do so in a plain backward.
 
-Torch's backward writes into gradients that nobody else holds: where autograd adds the results of several nodes, and in the
+Torch's backward writes into gradients that nothing else holds: where autograd adds the results of several nodes, and in the
 formulas that write into new zeros (`index`, `gather`, `sort`). While any dispatch mode is on, it makes a new tensor instead
-(`isTensorSubclassLike` in ATen), so an observed step would take more memory than a plain one, and its prediction, too. Here the
-op in place runs for it, exactly where torch would run it without a mode. Without the native engine, which sees where a node
-ends, ops stay as they are.
+(`isTensorSubclassLike` in ATen). An observed step, and the prediction from it, would then take more memory than a plain step.
+So the in-place op runs here, exactly where torch would run it without a mode. This needs the native engine, which sees where a
+node ends; without it, ops stay as they are.
 
 Source: `accumulate` in input_buffer.cpp of torch's autograd, and the formulas in FunctionsManual.cpp.
 """
@@ -42,13 +42,13 @@ _FORMULAS: dict[OpOverload, tuple[OpOverload, frozenset[str]]] = {
     _ATEN.masked_scatter.default: (_ATEN.masked_scatter_.default, frozenset({"MaskedSelectBackward0"})),
     _ATEN.put.default: (_ATEN.put_.default, frozenset({"TakeBackward0"})),
 }
-"""Op -> the op in place, and the nodes whose formula calls it on zeros that it has just made."""
+"""Op -> (the in-place op, the nodes whose formulas call it on zeros that they have just made)."""
 _NAMES = {func._name for func in _FORMULAS}
-"""Of these ops: an overload computes its hash in Python."""
+"""The identities of these ops, because hashing an overload runs Python code."""
 
 
 class InPlace:
-    """Says which op runs for an op of backward. Close it when the step is over."""
+    """Decides which op runs instead of an op of backward. Close it when the step is over."""
 
     def __init__(self) -> None:
         self._native = loaded()
@@ -57,7 +57,7 @@ class InPlace:
         self._handle = None if self._native is None else self._native.watch_nodes()
 
     def op(self, func: OpOverload, args: tuple[Any, ...]) -> OpOverload:
-        """The op to run instead of `func`, on the same arguments; `func` itself where torch would not write in place."""
+        """The op to run instead of `func`, on the same arguments; `func` itself if torch would not write in place."""
         if self._handle is None or (func is not _ADD and func._name not in _NAMES) or torch.is_grad_enabled():
             return func
         node = current_node()
@@ -70,11 +70,11 @@ class InPlace:
         return in_place if runs == 1 and node.name() in nodes else func
 
     def _accumulates(self, args: tuple[Any, ...]) -> bool:
-        """Whether autograd would add the second argument to the first one in place: it holds the first one alone."""
+        """Whether autograd would add the second argument to the first one in place, because only autograd holds the first."""
         gradient, other = args
         if not (isinstance(other, torch.Tensor) and is_plain(gradient) and is_plain(other) and is_dense(gradient)):
             return False
-        return holders(gradient) == self._alone
+        return use_counts(gradient) == self._alone
 
     def close(self) -> None:
         """Stop noting the nodes of backwards. May be repeated."""
@@ -83,13 +83,13 @@ class InPlace:
             self._native.unwatch_nodes(handle)
 
 
-def holders(t: torch.Tensor) -> tuple[int, int, int]:
-    """How many hold the tensor, its storage, and its Python object."""
+def use_counts(t: torch.Tensor) -> tuple[int, int, int]:
+    """The use counts of the tensor, of its storage, and of its Python object."""
     return tensor_use_count(t), storage_use_count(storage_id(t)), sys.getrefcount(t)
 
 
 class _Counting(Outside):
-    """Counts who holds the gradient to which autograd adds, under the conditions of an observed backward."""
+    """Reads the use counts of a gradient to which autograd adds, under the conditions of an observed backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,17 +104,17 @@ class _Counting(Outside):
             self._accumulates(args)
         out = func._op(*args, **kwargs)
         if isinstance(out, torch.Tensor):
-            out.untyped_storage()  # from then on, its Python object holds the storage, as that of the tracer's reference does
+            out.untyped_storage()  # makes the storage's Python object, which the tracer's reference makes, too
         return out
 
     def _accumulates(self, args: tuple[Any, ...]) -> None:
         gradient, _ = args
-        self.alone = holders(gradient)
+        self.alone = use_counts(gradient)
 
 
 @cache
 def held_by_autograd_alone() -> tuple[int, int, int]:
-    """`holders` of a gradient that nobody but autograd holds while it adds another one to it."""
+    """`use_counts` of a gradient that only autograd holds while it adds another one to it."""
     counting = _Counting()
     with without_modes(), torch.enable_grad(), ExitStack() as stack, torch.device("cpu"):
         x = torch.ones(2, requires_grad=True)

@@ -15,7 +15,7 @@ import torch
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _NOT_USER_CODE = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, _PACKAGE + os.sep, "<")
-"""Files of torch, of this package, and code that has no file begin so."""
+"""How the file names of torch, of this package, and of code without a file begin."""
 
 
 @cache

@@ -1,8 +1,8 @@
 """Saved tensors that stay in memory after autograd released them.
 
-Compiled code takes all tensors that its forward saved when its backward begins, and holds them until that ends. They stay in
-memory for that time whether a plan keeps or rebuilds them. Those that are gone before another op runs do not: a graph that is
-dropped releases all its saves one after the other.
+When its backward begins, compiled code takes all tensors that its forward saved, and holds them until that backward ends. They
+stay in memory for that time whether a plan keeps or rebuilds them. Tensors that are freed before another op runs do not count:
+a dropped autograd graph releases all its saves one after the other.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from lightning_memopt.trace.counted import Unseen
 
 
 class Lingering:
-    """Tracks the saved versions of one step from their last release until nobody holds their memory.
+    """Tracks the saved versions of one step from their last release until nothing holds their memory.
 
-    since: id of a version that is tracked -> the first point after its last release, and how many ops had run then.
+    since: id of a tracked version -> (the first point after its last release, number of ops that had run then).
     """
 
     def __init__(self) -> None:
@@ -32,15 +32,17 @@ class Lingering:
         self._versions[version.id] = version
 
     def released(self, id: int, now: int, ops: int, by_user: bool) -> None:
-        """Autograd releases one save of a version at the point `now`, when so many ops have run. `by_user`: user code holds it;
-        then it is not tracked.
+        """Autograd releases one save of a version at the point `now`, after `ops` ops. `by_user`: user code holds the version,
+        so it is not tracked.
         """
         self._saves[id] -= 1
         if self._saves[id] == 0 and not by_user:
             self.since[id] = now + 1, ops
 
     def poll(self, now: int, ops: int, held: Callable[[StorageVersion], bool]) -> None:
-        """Find versions whose memory was freed. `ops`: how many have run. `held(version)`: whether anything else holds it."""
+        """Find versions whose memory was freed. `ops`: number of ops so far. `held(version)`: whether anything else holds
+        it.
+        """
         for id, (born_at, before) in list(self.since.items()):
             version = self._versions[id]
             if not held(version):
@@ -49,7 +51,7 @@ class Lingering:
                     self._freed.append(Unseen(version.nbytes, born_at, now))
 
     def seen(self) -> Iterator[Unseen]:
-        """The held bytes, each from the point after its release on."""
+        """The held bytes, each from the point after its release."""
         yield from self._freed
         yield from (Unseen(self._versions[id].nbytes, born_at, None) for id, (born_at, _) in self.since.items())
 

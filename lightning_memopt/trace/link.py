@@ -1,4 +1,4 @@
-"""Measure how fast this machine's tiers and codecs are, by a few real copies of two sizes each way, in less than a second.
+"""Measure how fast this machine's tiers and codecs are, by a few real copies each way in two sizes, in less than a second.
 
 Output: `plan.rates.rates`, in bytes per second. A copy of n bytes is assumed to take `latency + n / rate` seconds; the medians
 at two sizes give both numbers. Codecs are measured on the first of float32, bfloat16 and bool that they accept, and their
@@ -21,9 +21,9 @@ from lightning_memopt.plan.rates import Coding, Link, MachineRates
 SMALL_NBYTES = 256 << 10
 MOST_ROUNDS = 5
 _TIMES_SMALL = 32
-"""The large copy has at most this many times the bytes of the small one: 8 MiB."""
+"""Maximum size of the large copy (8 MiB) as a multiple of the small one."""
 _CODED = (16, 64, 16, 16)
-"""Shape of the tensor that codecs are measured on."""
+"""Shape of the tensor on which codecs are measured."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.bool)
 
 
@@ -59,7 +59,7 @@ def measure(
     seconds: float = 0.8,
     clock: Callable[[], float] = perf_counter,
 ) -> MachineRates:
-    """The rates of these tiers and codecs on this machine, measured for about `seconds` altogether.
+    """The rates of these tiers and codecs on this machine, measured for about `seconds` in total.
 
     Raises the tier's OffloadError if a tier fails, or has no space for one copy. A codec that accepts none of float32, bfloat16
     and bool is left out.

@@ -1,4 +1,4 @@
-"""All live storages: those of every tensor that Python's garbage collector knows, each once."""
+"""Find all live storages: those of every tensor that Python's garbage collector knows, each once."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def storages(t: torch.Tensor) -> list[torch.UntypedStorage]:
         elif t.layout in (torch.sparse_csc, torch.sparse_bsc):
             parts = [t.ccol_indices(), t.row_indices(), t.values()]
         else:
-            return []  # mkldnn: torch does not tell where its bytes are
+            return []  # mkldnn: torch does not show where its bytes are
         return [part.untyped_storage() for part in parts]
     except (RuntimeError, NotImplementedError):
         return []  # a wrapper around other tensors, which the garbage collector lists too
 
 
 def living(device: torch.device) -> list[torch.UntypedStorage]:
-    """Distinct storages on a device, of all tensors and their gradients; without tensors that only C++ holds."""
+    """Distinct storages on a device, of all tensors and their gradients, except tensors that only C++ holds."""
     storage_of: dict[int, torch.UntypedStorage] = {}
     with torch.no_grad(), no_torch_functions(), without_modes():
         for known in live_objects(lambda kind: torch.Tensor in kind.__mro__):
@@ -47,9 +47,9 @@ def living(device: torch.device) -> list[torch.UntypedStorage]:
 
 
 def count_all(say: Callable[[str], None]) -> None:
-    """Install the native counter once a process, if possible, and let it count the storages that are alive on the CPU.
+    """Install the native counter once per process, if possible, and let it count the storages that are alive on the CPU.
 
-    Unreachable objects (a run that an error ended, in a cycle with its traceback) are collected before, so they do not count.
+    Unreachable objects (a run that an error ended, in a cycle with its traceback) are collected first, so they do not count.
     """
     gc.collect()
     installed_before = counter() is not None
@@ -59,8 +59,8 @@ def count_all(say: Callable[[str], None]) -> None:
 
 
 def count_living(counts: Counter) -> None:
-    """Let the counter count the storages that are alive on the CPU: those from before it was installed, and those that Python
-    made, for which torch asks another allocator.
+    """Let the counter count the storages that are alive on the CPU, including those from before it was installed, and those
+    that Python made, for which torch uses another allocator.
     """
     for storage in living(torch.device("cpu")):
         counts.counts(storage)
@@ -68,7 +68,7 @@ def count_living(counts: Counter) -> None:
 
 @contextlib.contextmanager
 def counting_all(say: Callable[[str], None]) -> Iterator[None]:
-    """As `count_all`; and within, the counter counts the storages that Python makes (a deep copy, an unpickled tensor), too."""
+    """Like `count_all`. Within, the counter also counts the storages that Python makes (a deep copy, an unpickled tensor)."""
     gc.collect()
     counts = install(say)
     if counts is None:

@@ -1,8 +1,8 @@
-"""Measure with the allocator: the peak of a step, and the workspace of each op (its peak beyond its outputs).
+"""Measure with the allocator: the peak of a step, and the workspace of each op (its peak without its outputs).
 
 CPU: the native counter (counted.py). Without it, the allocator events of torch's profiler (`profile_memory=True`), with marks
 around the ops.
-CUDA: the statistics of the caching allocator, and events on the stream around each op. Bytes are the requested ones; the
+CUDA: the statistics of the caching allocator, and events on the stream around each op. Bytes are the requested ones. The
 blocks, which torch counts as allocated, may be larger by up to 1 MiB each.
 """
 
@@ -30,7 +30,7 @@ from lightning_memopt.torch_private import KINETO_PROFILE, profiler_is_on, recor
 from lightning_memopt.trace.counted import Marks
 from lightning_memopt.trace.requests import Requests
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would write two lines to stderr a step
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler would write two lines to stderr per step
 _MARK = "memopt#"
 
 
@@ -45,8 +45,9 @@ class AllocatorEvents:
     available: whether anything was measured.
     profiled: whether torch's profiler measured, not the native counter.
     peak_nbytes: peak above the bytes at the start of the block.
-    workspaces: index of an op -> peak bytes of the op beyond the bytes that are left after it.
-    mark: `mark(index)` is a context that must be around every op; `mark(index, True)` around a hook that frees (gathered.py).
+    workspaces: index of an op -> peak bytes of the op minus the bytes that are left after it.
+    mark: `mark(index)` is the context that each op must run in; `mark(index, True)` is that for a hook that frees
+        (gathered.py).
     """
 
     available: bool = True
@@ -57,12 +58,12 @@ class AllocatorEvents:
 
 
 class TimedOps:
-    """Seconds and bytes of each op on a device whose allocator keeps statistics; seconds are those between two events.
+    """Seconds and bytes of each op on a device whose allocator keeps statistics. Seconds are measured between two events.
 
-    The allocator is asked behind each op, and before it where its requests are recorded, outside of the time that is measured:
-    to ask takes longer than many ops.
+    The allocator's statistics are read after each op, and before it if its requests are recorded. This is not part of the
+    measured time, because it takes longer than many ops.
 
-    beyond_left_nbytes: peak of the last op above the bytes that are left after it.
+    beyond_left_nbytes: peak of the last op minus the bytes that are left after it.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -96,11 +97,11 @@ class TimedOps:
         return [timed.seconds for timed in self._timed[:count]]
 
     def asked(self) -> dict[int, tuple[int, ...]]:
-        """What each op asked of the allocator (`Graph.asked`), as far as that is known."""
+        """The requests of each op to the allocator (`Graph.asked`), where they are known."""
         return self._requests.of_ops(self._backend.statistics().turnover) if self._requests.records else {}
 
     def close(self) -> None:
-        """Stop recording what ops ask for."""
+        """Stop recording requests."""
         self._requests.close()
 
 
@@ -108,8 +109,8 @@ class TimedOps:
 class _Timed:
     """An op between two events.
 
-    idle: the device had done the op before when the op began. The first event is reached at once then, and the time between
-        the two holds the host's time for the launch.
+    idle: whether the device had finished the previous op when this one began. Then it reaches the first event at once, and
+        the time between the events includes the host's time for the launch.
     """
 
     began: Any
@@ -126,15 +127,15 @@ class _Timed:
 
 
 _LEAST_SECONDS = 1e-6
-"""Of an op on a device: no kernel takes less."""
+"""Minimum seconds of an op on a device. No kernel takes less."""
 
 
 @contextlib.contextmanager
 def metered_cpu() -> Iterator[AllocatorEvents]:
     """Measure the CPU allocator in this block.
 
-    torch's profiler, which is used without the native counter, measures nothing if another profiler runs or is about to
-    (`available` is False then), and does not see when memory from before the block is freed.
+    Without the native counter, torch's profiler measures. It cannot if another profiler runs or is about to (`available` is
+    then False), and it does not see when memory from before the block is freed.
     """
     counts = counter()
     whole, ops = (counts.window(), counts.window(plain=True)) if counts is not None else (None, None)
@@ -201,7 +202,7 @@ def _profiled() -> Iterator[AllocatorEvents]:
 
 @contextlib.contextmanager
 def _warnings_off() -> Iterator[None]:
-    """Turn off torch's C++ warnings: torch would warn in nearly every run that it did not see when earlier memory was freed."""
+    """Turn off torch's C++ warnings. In nearly every run torch would warn that it did not see when earlier memory was freed."""
     try:
         home = Path(torch.__file__).parent / "lib"
         level = ctypes.c_int.in_dll(ctypes.CDLL(str(next(home.glob("libc10.*")))), "FLAGS_caffe2_log_level")
@@ -223,9 +224,9 @@ _own_profilers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _user_profiler() -> bool:
-    """Whether a profiler of somebody else exists.
+    """Whether there is a profiler that this module did not create.
 
-    torch does not report a profiler that waits or warms up. If the user steps it inside this block, it would begin to record
+    Torch does not report a profiler that waits or warms up. If the user steps it inside this block, it would begin to record
     inside of this module's profiler.
     """
     profilers = live_objects(lambda kind: not _PROFILERS.isdisjoint(kind.__mro__))
@@ -234,7 +235,7 @@ def _user_profiler() -> bool:
 
 @cache
 def _warn_unmeasured() -> None:
-    """Warn once a process."""
+    """Warn once per process."""
     warnings.warn(
         "MemOpt: steps beside another profiler are not measured, because two would disturb each other and there is no native "
         "memory meter. Plans are made from what was observed, and are in force.",
@@ -260,7 +261,7 @@ def _read(profiler: profile, events: AllocatorEvents) -> None:
             marks.append((event.start_ns(), event.end_ns(), int(name[len(_MARK) :])))
     marks.sort()
     live_nbytes = peak_nbytes = 0
-    k = 0  # index of the mark that allocations are compared with
+    k = 0  # index of the mark with which allocations are compared
     open_net = open_peak = 0  # bytes since that mark began
 
     def close(index: int) -> None:

@@ -1,9 +1,8 @@
-"""What each op of an observed step asks of CUDA's caching allocator, in order: torch's own record of the allocator says it.
+"""Find what each op of an observed step requests from CUDA's caching allocator, in order, from torch's own record of requests.
 
-Bytes that an op takes for itself (workspace) come in several blocks, of both pools, between those of its results. Which free
-blocks the allocator splits, and so what it reserves, depends on all of them. Its statistics count allocations and frees; read
-before and after an op, they say which entries of the record are the op's. While the user keeps a record of their own, there is
-none of ours.
+The workspace of an op comes in several blocks, of both pools, between those of its results. Which free blocks the allocator
+splits, and so what it reserves, depends on all of them. The allocator's statistics count allocations and frees. Read before and
+after an op, they show which entries of the record belong to the op. While the user keeps such a record, this one is not kept.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from typing import Any
 from lightning_memopt.device.backend import Backend
 
 _MOST = 1 << 20
-"""Entries of the record. Where a step has more, nothing is known of its ops."""
+"""Maximum number of entries of the record. If a step has more, the requests of its ops stay unknown."""
 
 Counts = tuple[int, int]
-"""Allocations, frees."""
+"""(number of allocations, number of frees)."""
 
 
 class Requests:
     """The record of one observed step. `close` ends it.
 
-    records: there is one.
+    records: whether a record is kept.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -33,15 +32,15 @@ class Requests:
         self._spans: list[tuple[Counts, Counts]] = []
 
     def begin(self, index: int, counts: Counts) -> None:
-        """An op is about to run. Replaces that of an op that raised."""
+        """An op is about to run. Replaces the entry of an op that raised an error."""
         self._spans[index:] = [(counts, counts)]
 
     def end(self, counts: Counts) -> None:
-        """It has run."""
+        """The op has run."""
         self._spans[-1] = self._spans[-1][0], counts
 
     def of_ops(self, counts: Counts) -> dict[int, tuple[int, ...]]:
-        """Op -> what it asked for, as `Graph.asked`; empty where that is not known. `counts`: now."""
+        """Op -> its requests, as in `Graph.asked`; empty if they are not known. `counts`: the present counts."""
         trace = [e for e in self._backend.recorded_requests() if e["action"] in ("alloc", "free_requested")]
         return dict(_of_ops(trace, self._spans, counts))
 
@@ -55,7 +54,7 @@ class Requests:
 def _of_ops(
     trace: Sequence[Mapping[str, Any]], spans: Sequence[tuple[Counts, Counts]], now: Counts
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """The record ends where the statistics stand `now`, so entries have their places from its end on."""
+    """Counts of allocations and frees are indices into the record, whose last entry belongs to the counts `now`."""
     began = sum(now) - len(trace)
     wanted = [sum(counts) - began for span in spans for counts in span]
     if not wanted or wanted[0] < 0 or any(a > b for a, b in pairwise(wanted)):

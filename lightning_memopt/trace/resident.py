@@ -1,4 +1,4 @@
-"""Tell the tracer what is in memory before a forward begins: the tensors of the step, and how many bytes there are beside."""
+"""Tell the tracer what is in memory before a forward begins: the tensors of the step, and how many other bytes there are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def adopt_all(tracer: Tracer, recorder: Recorder, tensors: Iterable[tuple[torch.
     """Let the tracer adopt everything that is in memory before the forward begins.
 
     `tensors`: (tensor, kind, name) of parameters, buffers, gradients, optimizer state and the batch. With a ledger, and on
-    CUDA, other memory is adopted too, as bytes.
+    CUDA, the bytes of all other memory are adopted, too.
     """
     recorder.capturing = False
     for t, kind, name in tensors:

@@ -1,8 +1,8 @@
-"""The rest of a backward, once autograd has let go of all that the observed forward saved: as one op without tensors.
+"""Note the rest of a backward, after autograd has released all that the observed forward saved, as one op without tensors.
 
-Where a model is called again and again before one backward, one call is observed, and its part of the backward is short. What
-follows belongs to the other calls. No plan of the observed call changes it, and noting each of its ops takes several times as
-long as running them. The allocator's counter knows what all of them take, and what they leave.
+If a model is called many times before one backward, one call is observed, and its part of the backward is short. The rest
+belongs to the other calls. No plan of the observed call changes it, and noting each of its ops takes several times as long as
+running them. The allocator's counter shows what all of them together take, and what they leave.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NAME = "backward of other calls"
 
 
 class Rest:
-    """Tells the ops that are part of the rest of a backward."""
+    """Decides which ops are part of the rest of a backward."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -25,7 +25,7 @@ class Rest:
         self._is_under_way = False
 
     def takes(self) -> bool:
-        """Whether the op that is about to run is part of it, and is not to be noted."""
+        """Whether the op that is about to run is part of the rest, and so is not noted."""
         tracer = self._tracer
         if not self._is_under_way and not tracer.unreleased and tracer.phase == "backward" and backward_runs():
             self._is_under_way = True

@@ -1,4 +1,4 @@
-"""The module in which an op runs, as `path#call`; `#call` is left out for the first call. And the ops of each call."""
+"""Know the module in which an op runs, as `path#call` (without `#call` for the first call), and the ops of each call."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def _none() -> None:
 
 
 class Scopes:
-    """The model's modules whose forward is running, by thread, and the ops that ran in each. The forward is that of the thread
-    that tracks.
+    """The model's modules whose forward is running, by thread, and the ops that ran in each. Ops are counted in the thread that
+    called `tracking`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(m): name for name, m in model.named_modules()}
         self._model = weakref.ref(model)
         self._stacks: dict[int, list[tuple[str, int | None]]] = {}
-        """Thread -> the calls that are running in it, as `path#call`, and how many ops ran before each."""
+        """Thread -> (calls that are running in it, as `path#call`; number of ops that ran before each)."""
         self._calls: dict[str, int] = {}
         self._spans: dict[str, tuple[int, int]] = {}
-        """Calls of the last forward that are over -> (their first op, the op after their last)."""
+        """Call of the last forward that is over -> (its first op, the op after its last)."""
         self._ops: Callable[[], int | None] = _none
         self._thread = get_ident()
 
@@ -59,7 +59,7 @@ class Scopes:
 
     @contextlib.contextmanager
     def tracking(self, ops: Callable[[], int | None] = _none) -> Iterator[None]:
-        """Keep the stack up to date inside this block. `ops`: how many ops of the forward ran so far; None behind it."""
+        """Keep the stack up to date inside this block. `ops`: returns the number of the forward's ops so far; None after it."""
         model = self._model()
         self._ops, self._thread = ops, get_ident()
         self._spans = {}

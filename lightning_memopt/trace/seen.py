@@ -1,4 +1,4 @@
-"""Tensors and saves of a step that is being observed; the tracer builds those of the graph from them at the end."""
+"""Tensors, ops and saves of a step that is being observed. At the end the tracer makes those of the graph from them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lightning_memopt.graph.model import BEFORE, Kind, Phase
 
 @dataclass(slots=True)
 class SeenTensor:
-    """One version of a storage, as `graph.Tensor`, but `freed_at` is None while it is in memory.
+    """One version of a storage. Fields are those of `graph.Tensor`, but `freed_at` is None while it is in memory.
 
-    windows: those that are over; a tensor that has had none but for the present one has none here.
-    open_at: the first point of the present window; None where the bytes are away, or do not come and go.
+    windows: the windows that are over.
+    open_at: the first point of the present window; None if the weight is not gathered, or the tensor has no windows.
     """
 
     name: str
@@ -29,12 +29,12 @@ class SeenTensor:
     open_at: int | None = None
 
     def opens(self, point: int) -> None:
-        """Its bytes are in memory from this point on. May be repeated."""
+        """A window begins at this point. May be repeated."""
         if self.open_at is None:
             self.open_at, self.freed_at = point, None
 
     def closes(self, point: int) -> None:
-        """Its bytes are in memory up to this point."""
+        """A window ends with this point."""
         assert self.open_at is not None
         if self.open_at <= point:
             self.windows = (*self.windows, (self.open_at, point))
@@ -47,8 +47,8 @@ class SeenTensor:
         return *self.windows, (self.open_at, end if self.freed_at is None else self.freed_at)
 
     def fields(self, id: int, storage: int, end: int, held_until: int) -> tuple[Any, ...]:
-        """The fields of the tensor of the graph, with its ids. `end`: the last point; `held_until`: the last at which autograd
-        holds it.
+        """The fields of the graph's tensor, with its ids. `end`: last point of the step; `held_until`: last point at which
+        autograd holds it.
         """
         freed_at = end if self.freed_at is None else max(self.freed_at, held_until)
         own = self.name, self.nbytes, self.kind, storage, self.born_at, freed_at, self.dtype, self.size
@@ -57,7 +57,7 @@ class SeenTensor:
 
 @dataclass(slots=True)
 class SeenOp:
-    """One op, as `graph.Op`, with the ids of storage versions."""
+    """One op. Fields are those of `graph.Op`, with ids of storage versions."""
 
     name: str
     phase: Phase
@@ -74,7 +74,7 @@ class SeenOp:
     at: int
 
     def fields(self, id: int, ids: Mapping[int, int], seconds: float, recomputable: bool) -> tuple[Any, ...]:
-        """The fields of the op of the graph, with its ids."""
+        """The fields of the graph's op, with its ids."""
         return (
             id, self.name, self.phase, tuple(map(ids.__getitem__, self.inputs)), tuple(map(ids.__getitem__, self.outputs)),
             tuple([(ids[a], ids[b]) for a, b in self.mutates]) if self.mutates else (), seconds, self.workspace_nbytes,
@@ -100,14 +100,14 @@ class SeenSave:
     released_at: int | None = None
 
     def first_needed_at(self, end: int) -> int:
-        """The point at which autograd first asks for the save, else releases it; `end` if it does neither."""
+        """The point at which autograd first asks for the save or, if it never does, releases it; `end` if it does neither."""
         if self.unpacked_at:
             return self.unpacked_at[0]
         return end if self.released_at is None else self.released_at
 
 
 def never_asked(saves: Iterable[SeenSave], end: int, written: Collection[int]) -> dict[int, int]:
-    """Tensor -> last point at which autograd holds it, for tensors that are saved and never asked for (a head without a loss).
+    """Tensor -> last point at which autograd holds it, for tensors that are saved but never asked for (a head without a loss).
 
     No plan covers these tensors, so they are kept. `end`: last point of the step. `written`: tensors that were overwritten.
     """

@@ -1,8 +1,8 @@
 """Observe one real step, op by op, into a `Graph`.
 
-The recorder tells the tracer when ops begin and end; the engine tells it what autograd packs, asks for and releases. When a
-storage is freed is observed, by a weak reference on every new storage. Storages that only the engine still holds are found by
-their use counts before every op (holders.py); this shows how long *user code* held them.
+The recorder tells the tracer when ops begin and end; the engine tells it what autograd packs, asks for and releases. A weak
+reference on every new storage shows when it is freed. Before every op, storages that only the engine still holds are found by
+their use counts (user_held.py). This shows how long *user code* held them.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from lightning_memopt.trace.backwards import Backwards, backward_runs
 from lightning_memopt.trace.building import graph_of
 from lightning_memopt.trace.counted import Ledger
 from lightning_memopt.trace.flops import Flops
-from lightning_memopt.trace.holders import Holders
 from lightning_memopt.trace.lines import user_line
 from lightning_memopt.trace.lingering import Lingering
 from lightning_memopt.trace.memory import TimedOps
 from lightning_memopt.trace.seen import SeenOp, SeenSave, SeenTensor
+from lightning_memopt.trace.user_held import UserHeld
 
 _UNSEEN = -1
-"""Id of the memory that Python does not know; versions count from 0."""
+"""Id of the memory that Python does not know. Versions have ids from 0."""
 _UNRECORDED, _LINGERS = "made by what is not recorded", "held by what is not recorded"
-_new_point: Callable[[type[Point], tuple[str, int, int]], Point] = tuple.__new__  # a third of the time, for each op
+_new_point: Callable[[type[Point], tuple[str, int, int]], Point] = tuple.__new__  # takes a third of the time, for each op
 _id_of = attrgetter("id")
 _CPU_GENERATOR_NBYTES, _CUDA_GENERATOR_NBYTES = 5056, 16
-"""Bytes of the state of a random generator, which a rebuild of a random op needs."""
+"""Bytes of the generator state that a rebuild of a random op needs."""
 
 
 class _Watch(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a storage. Its callback gets it, so it needs no closure, which the garbage collector would visit.
+    """A weak reference to a storage, with its key. So its callback needs no closure, which the garbage collector would visit.
 
     key: the key of the storage in the tracer.
     """
@@ -57,20 +57,20 @@ class _Watch(weakref.ref[torch.UntypedStorage]):
 class Tracer:
     """Builds the graph of one round: a recorded forward, its backward, and the update if there is one.
 
-    Many methods: recorder, engine, allocator and session each tell it what they see, by a method a kind of event.
+    Many methods: recorder, engine, allocator and session each tell it what they see, with one method per kind of event.
 
-    phase, forward_over: set by the session; backward begins with the first op of autograd, or its first unpack.
+    phase, forward_over: set by the session. Backward begins with the first op of autograd, or its first unpack.
     live_nbytes: bytes of all storages known to be in memory.
-    states_nbytes: bytes of the generators' states of all random ops so far.
-    counter: counts the allocator's bytes; None where nothing does.
-    uncounted_nbytes: bytes of known storages that it does not count (numpy's, shared memory).
-    backward_ran: autograd ran an op after the forward, maybe for another model (a GAN's discriminator).
-    asked: autograd asked for a save of this forward.
-    backwards: those that asked.
-    written: a later op wrote to a parameter, outside of any optimizer's step.
-    generated: point at which code ran that is not recorded -> its op. What it made is known when a recorded op reads it.
-    unreleased: how many saves of this forward autograd has not let go of.
-    passes: asked before each op: whether it is not to be noted (rest.py).
+    states_nbytes: bytes of the generator states of all random ops so far.
+    counter: counts the allocator's bytes; None if there is no counter.
+    uncounted_nbytes: bytes of known storages that the counter does not count (numpy's, shared memory).
+    backward_ran: whether autograd ran an op after the forward, perhaps for another model (a GAN's discriminator).
+    asked: whether autograd asked for a save of this forward.
+    backwards: the backwards that asked.
+    written: whether a later op wrote to a parameter, outside of any optimizer's step.
+    generated: point at which unrecorded code ran -> its op. What the code made is known when a recorded op reads it.
+    unreleased: number of saves of this forward that autograd has not released.
+    passes: called before each op; returns whether the op is not noted (rest.py).
     """
 
     def __init__(self, device: torch.device, scope: Callable[[], str] = lambda: "") -> None:
@@ -95,7 +95,7 @@ class Tracer:
         self._dies: Callable[[_Watch], None] = self._death
         self._storages: dict[int, tuple[int, ...]] = {}
         self._adopted: dict[int, int] = {}
-        self._holders, self._flops = Holders(), Flops()
+        self._user_held, self._flops = UserHeld(), Flops()
         self._hidden, self._op, self._tensor = hiding(), maker(SeenOp), maker(SeenTensor)
         self._on_device: dict[torch.device, bool] = {}
         backend = backend_of(device)
@@ -108,7 +108,7 @@ class Tracer:
         self._uncounted: dict[int, int] = {}
         self._emptied: set[int] = set()
         self._made_before: dict[int, StorageVersion] = {}
-        """Storage -> the version on it that was made before the present call of the model."""
+        """Storage -> its version that was made before the present call of the model."""
         self._call = self._backward_at = 0
         self._lingering = Lingering()
         self._older: frozenset[int] = frozenset()
@@ -149,7 +149,7 @@ class Tracer:
         name, phase, now = func._name, self.phase, len(self.points) - 1
         forward = phase == "forward"
         scope = self.scope() if forward else ""
-        if forward and record.recomputable:  # only these ops are rebuilt
+        if forward and record.recomputable:  # only these ops run again
             self.lines[len(self.ops)] = user_line()
         inputs = tuple(map(_id_of, record.reads))
         for id in inputs:
@@ -185,14 +185,14 @@ class Tracer:
         before = self.tensors.get(old.id)
         if before is not None and before.freed_at is None:
             before.freed_at = now - 1
-        self._holders.forget((old.id,))
+        self._user_held.forget((old.id,))
         dtype, size = (before.dtype, before.size) if before is not None else ("", ())
         self._birth(new, name, now, version_of=old, dtype=dtype, size=size)
         if before is not None and before.storage in self._alive and self.tensors[new.id].nbytes != before.nbytes:
             self._resized_by_op(before.storage, new, self.tensors[new.id].nbytes - before.nbytes)
 
     def _resized_by_op(self, key: int, version: StorageVersion, more_nbytes: int) -> None:
-        """An op has given the storage of a key another size: `resize_`, or `out=` where the result did not fit."""
+        """An op has resized the storage of a key (`resize_`, or `out=` if the result did not fit)."""
         storage = version.alive()
         self.live_nbytes += more_nbytes
         self.uncounted_nbytes -= self._uncounted.pop(key, 0)
@@ -202,7 +202,7 @@ class Tracer:
             self._count(key, storage)
 
     def _reads(self, version: StorageVersion) -> int:
-        """The id of the tensor that an op reads in a version; running statistics that backward reads are the adopted buffer."""
+        """The id of the tensor that an op reads in a version. Running statistics that backward reads are the adopted buffer."""
         if version.id not in self.tensors:
             if version.weak in self._adopted and self.phase != "forward":
                 return self._storages[self._adopted[version.weak]][-1]
@@ -210,7 +210,7 @@ class Tracer:
         return version.id
 
     def _meets(self, version: StorageVersion) -> None:
-        """An op reads a storage that no recorded op made, and that was not adopted."""
+        """An op reads a storage that no recorded op made and that was not adopted."""
         if version.weak in self._made_before:
             self._hands_over(self._made_before.pop(version.weak), version)
             return
@@ -220,10 +220,10 @@ class Tracer:
             self.adopt(version, kind)
             if storage is not None:
                 self._leaves_unseen(version, storage)
-        elif not ledger.counter.counts(storage):  # numpy's: of those, steps are metered with the batch's and the model's alone
+        elif not ledger.counter.counts(storage):  # numpy's: only those of the batch and the model are metered
             self.adopt(version, kind, has_bytes=False)
         elif ledger.is_older(storage):
-            counted = ledger.is_counted(storage)  # else it is counted from now on: C++ alone held it (a bucket of DDP)
+            counted = ledger.is_counted(storage)  # else it is counted from now on: only C++ held it (a bucket of DDP)
             self.adopt(version, kind)
             if counted:
                 ledger.identified(version.id)
@@ -238,30 +238,30 @@ class Tracer:
             ledger.identified(version.id, beyond_nbytes=ledger.open_nbytes)
 
     def forward_goes_on(self) -> None:
-        """A backward that has begun, if any, is part of the forward: its gradients have a graph."""
+        """If a backward has begun, it is part of the forward, because its gradients have a graph."""
         for op in self.ops[self._backward_at :] if self.phase == "backward" else ():
             op.phase = "forward"
         self.phase, self.asked, self.backward_ran = "forward", False, False
 
     def call_begins(self, made: Mapping[int, StorageVersion]) -> None:
-        """The last op stands for the begin of a call of the model. `made`: what was made before it, by storage."""
+        """The last op marks the beginning of a call of the model. `made`: storage -> version, of what was made before it."""
         self.forward_over, self._call = False, len(self.ops) - 1
         self._made_before = {weak: version for weak, version in made.items() if version.id in self.tensors}
 
     def _hands_over(self, before: StorageVersion, version: StorageVersion) -> None:
-        """An op of this call is the first to read `version`: memory that was made before the call, as `before`."""
+        """An op of this call is the first to read `version`, whose memory was made before the call, as `before`."""
         call, t = self.ops[self._call], self.tensors[before.id]
         if t.freed_at is None:
             t.freed_at = call.at - 1
-        self._holders.handed_over(before, t.storage)
+        self._user_held.handed_over(before, t.storage)
         call.outputs += (version.id,)
         fields = t.name, t.nbytes, "input", t.storage, call.at, None, t.dtype, t.size, (), None
         self.tensors[version.id] = self._tensor(*fields)
         self._storages[t.storage] += (version.id,)
-        self._holders.born(version, t.storage, watched=True)
+        self._user_held.born(version, t.storage, watched=True)
 
     def _writes_parameter(self, record: OpRecord, args: tuple, kwargs: dict) -> bool:
-        """Whether an op overwrites memory of a parameter: an update without an optimizer (`p.data.add_`)."""
+        """Whether an op overwrites a parameter, as an update without an optimizer does (`p.data.add_`)."""
         versions = (self._adopted.get(storage_id(t)) for t in written_by(record.func, record.rule, args, kwargs))
         return any(id is not None and self.tensors[id].kind == "parameter" for id in versions)
 
@@ -271,7 +271,7 @@ class Tracer:
         self._birth(version, name or kind, BEFORE, kind=kind, has_bytes=has_bytes)
 
     def resized(self, old: StorageVersion, new: StorageVersion) -> None:
-        """The storage of `old` has another size now, and `new` is the version of its bytes. Weights have windows instead."""
+        """The storage of `old` was resized, and `new` is the version of its bytes. Gathered weights have windows instead."""
         before = self.tensors.get(old.id)
         unknown = before is None and old.id not in self._emptied
         if unknown or old.parameter or (before is not None and before.kind == "parameter"):
@@ -279,7 +279,7 @@ class Tracer:
         if before is not None and before.storage in self._alive:
             ids = self._storages[before.storage]
             self.gone(before.storage)
-            self._holders.forget(ids)
+            self._user_held.forget(ids)
             for id in ids:
                 if self.tensors[id].freed_at is None:
                     self.tensors[id].freed_at = len(self.points) - 1
@@ -289,8 +289,8 @@ class Tracer:
             self._emptied.add(new.id)
 
     def _made_late(self, version: StorageVersion, kind: Kind) -> None:
-        """Add a storage that no recorded op made, and that was made after the step began. In the forward it counts from before
-        the step: planned forwards are compared with what their ops make. Later, it is a result of the op before.
+        """Add a storage that no recorded op made, and that was made after the step began. In the forward it counts as from
+        before the step, because planned forwards are compared by what ops make. Later, it is a result of the op before.
         """
         if self.phase == "forward" or not self.ops:
             self.adopt(version, kind)
@@ -299,20 +299,20 @@ class Tracer:
         self._birth(version, kind, self.ops[-1].at, kind=kind)
 
     def made_unseen(self, version: StorageVersion, name: str) -> None:
-        """Add a gradient that the present hook of a sharded module has made, unless it is known."""
+        """Add a gradient that the running hook of a sharded module has made, unless it is known."""
         if version.id not in self.tensors:
             self._birth(version, name, len(self.points), kind="gradient")
 
     def adopt_unseen(self, nbytes: int, addresses: frozenset[int]) -> None:
-        """Add bytes on the device that belong to no tensor of this step: a library's workspace, another model. `addresses`:
-        where all memory of the device that is in use begins.
+        """Add bytes on the device that belong to no tensor of this step: a library's workspace, another model. `addresses`: the
+        addresses of all memory of the device that is in use.
         """
         nbytes, self._older = self._kind.allocated_nbytes(nbytes), addresses
         self.tensors[_UNSEEN] = SeenTensor(OUTSIDE, nbytes, "temporary", _UNSEEN, BEFORE)
         self.live_nbytes += nbytes
 
     def _leaves_unseen(self, version: StorageVersion, storage: torch.UntypedStorage) -> None:
-        """A storage that was adopted only now is one of the bytes that belonged to no tensor: a bucket of DDP."""
+        """Subtract a storage that was adopted only now from the bytes that belonged to no tensor (a bucket of DDP)."""
         unseen = self.tensors.get(_UNSEEN)
         if unseen is not None and storage_address(storage) in self._older:
             nbytes = min(unseen.nbytes, self.tensors[version.id].nbytes)
@@ -356,8 +356,8 @@ class Tracer:
             self._storages[storage] = (storage,)
         else:
             self._storages[storage] = (*self._storages[storage], version.id)
-        if self.phase == "forward":  # what was there before the forward stays until its storage dies
-            self._holders.born(version, storage, watched=version.origin is not _EXTERNAL)
+        if self.phase == "forward":  # what was there before the forward stays until its storage is freed
+            self._user_held.born(version, storage, watched=version.origin is not _EXTERNAL)
         if version_of is None:
             if at >= 0 and nbytes > self.largest_nbytes:
                 self.largest_nbytes = nbytes
@@ -379,12 +379,12 @@ class Tracer:
         now = len(self.points) - 1
         self.gone(watch.key)
         ids = self._storages[watch.key]
-        self._holders.forget(ids)
+        self._user_held.forget(ids)
         for id in ids:
             if self.tensors[id].freed_at is None:
                 self.tensors[id].freed_at = now
 
-    def gone(self, storage: int) -> None:  # count it as live no longer
+    def gone(self, storage: int) -> None:  # it no longer counts as live
         self._alive.pop(storage, None)
         self.uncounted_nbytes -= self._uncounted.pop(storage, 0)
         if self.ledger is not None:
@@ -392,16 +392,16 @@ class Tracer:
         self.live_nbytes -= self.tensors[self._storages[storage][-1]].nbytes
 
     def poll(self) -> None:
-        """Find tensors that only the engine still holds: user code released them since the last op."""
+        """Find tensors that only the engine still holds, because user code has released them since the last op."""
         now = len(self.points) - 1
-        for id in self._holders.released():
+        for id in self._user_held.released():
             if self.tensors[id].freed_at is None:
                 self.tensors[id].freed_at = now
         if self._lingering.since:
             self._lingering.poll(now, len(self.ops), self._is_held)
 
     def _is_held(self, version: StorageVersion) -> bool:
-        return self._holders.hold(version, self.tensors[version.id].storage)
+        return self._user_held.is_held(version, self.tensors[version.id].storage)
 
     # -- told by the engine ------------------------------------------------------------------------
 
@@ -445,7 +445,7 @@ class Tracer:
     def released(self, save: int) -> None:
         seen = self.saves.get(save)
         if seen is not None and seen.released_at is None:
-            if backward_runs():  # otherwise the outputs of the forward were dropped: it has no backward
+            if backward_runs():  # else the outputs of the forward were dropped: it has no backward
                 self.autograd_asked()
             self.unreleased -= 1
             seen.released_at = len(self.points)
@@ -458,7 +458,7 @@ class Tracer:
         """Stop observing. Drops the weak references, whose callbacks form a reference cycle with the tracer."""
         self._alive.clear()
         self._dies = _nothing
-        self._holders.clear()
+        self._user_held.clear()
         self._lingering.close()
         if self.timed is not None:
             self.timed.close()
@@ -466,7 +466,7 @@ class Tracer:
     # -- the result --------------------------------------------------------------------------------
 
     def graph(self, recorder: Recorder) -> Graph:
-        """The graph of what was observed so far, with consecutive ids; versions that no op used are left out."""
+        """The graph of what was observed so far, with consecutive ids. Versions that no op used are left out."""
         self.poll()
         known = self.tensors | self._unrecorded()
         seconds = [op.seconds for op in self.ops] if self.timed is None else self.timed.seconds(len(self.ops))
@@ -474,7 +474,7 @@ class Tracer:
         return graph if self.timed is None else replace(graph, asked=self.timed.asked())
 
     def _unrecorded(self) -> dict[int, SeenTensor]:
-        """Tensors for the bytes that code which the recorder does not see allocated or held during the step."""
+        """Tensors for the bytes that unrecorded code allocated or held during the step."""
         first = max(self.tensors, default=0) + 1
         unseen = self.ledger.unseen() if self.ledger is not None else ()
         seen = [(OUTSIDE if u.born_at == BEFORE else _UNRECORDED, u) for u in unseen]
@@ -483,7 +483,7 @@ class Tracer:
 
 
 def _nothing(_: _Watch) -> None:
-    """The callback of a tracer that is closed."""
+    """The callback of a closed tracer."""
 
 
 _EXTERNAL = Origin.EXTERNAL

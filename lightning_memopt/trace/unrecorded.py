@@ -1,6 +1,6 @@
 """Put into the graph of a step what the recorder does not see: hooks of sharded modules, and code that a compiler generated.
 
-Each is an op without tensors. Only the allocator's counter knows what it takes, and what it leaves.
+Each becomes an op without tensors. Only the allocator's counter shows what it takes, and what it leaves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_memopt.trace.tracer import Tracer, backward_runs
 
 @contextlib.contextmanager
 def unrecorded_op(tracer: Tracer, name: str, frees: bool = False) -> Iterator[None]:
-    """Around code that the recorder does not see. `frees`: what it frees does not count as there at its point."""
+    """A context around unrecorded code. `frees`: bytes that it frees do not count as in memory at its point."""
     index = len(tracer.ops)
     phase = tracer.phase
     workspace_nbytes = 0
@@ -59,7 +59,7 @@ def unrecorded_op(tracer: Tracer, name: str, frees: bool = False) -> Iterator[No
 
 @contextlib.contextmanager
 def generated_code(tracer: Tracer) -> Iterator[None]:
-    """Around a run of code that a compiler generated, forward or backward."""
+    """A context around a run of code that a compiler generated, forward or backward."""
     tracer.poll()
     if tracer.ledger is not None:
         tracer.ledger.note(len(tracer.points) - 1)
@@ -73,7 +73,7 @@ def generated_code(tracer: Tracer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def made_unseen(tracer: Tracer, name: str, backward: bool = True) -> Iterator[None]:
-    """Around code that makes tensors which recorded ops read later. `backward`: it frees what a forward has saved."""
+    """A context around code that makes tensors which recorded ops read later. `backward`: it frees what a forward saved."""
     with unrecorded_op(tracer, name, frees=backward):
         yield
         if backward:

@@ -10,7 +10,7 @@ from lightning_memopt.native import engine as native
 from lightning_memopt.runtime import ObservingEngine, PlannedEngine
 from lightning_memopt.session.forward.recording import Recording
 from lightning_memopt.session.observe import costs
-from lightning_memopt.trace import holders
+from lightning_memopt.trace import user_held
 from tests.cpu.lib.models import BATCHES, Noisy, X, attached, made, sgd, squares, train
 
 
@@ -74,7 +74,7 @@ def test_the_collector_may_run_while_the_tracer_looks(monkeypatch):
             cycles.append(cycle)
             return super().between(h, i)
 
-    def count(storage, original=holders.storage_use_count):
+    def count(storage, original=user_held.storage_use_count):
         if cycles:
             cycles.clear()
             collected.append(gc.collect())
@@ -82,7 +82,7 @@ def test_the_collector_may_run_while_the_tracer_looks(monkeypatch):
 
     model = made(Cyclic)
     monkeypatch.setattr(native, "_module", None)  # C++ makes no object while it looks
-    monkeypatch.setattr(holders, "storage_use_count", count)
+    monkeypatch.setattr(user_held, "storage_use_count", count)
     with attached(model, sgd(model)):
         train(model, BATCHES[:1])
     assert collected

@@ -1,7 +1,7 @@
-"""Storages that only the engine still holds, because user code released them: found by their use counts.
+"""Find storages that only the engine still holds, because user code has released them, by their use counts.
 
-No event tells it: the engine's own alias keeps such a storage alive. So all of them are asked before every op, and the cost of
-that is the number of tensors that user code holds at a time.
+There is no event for this, because the engine's own alias keeps such a storage alive. So before every op all use counts are
+read, which takes time in proportion to the number of tensors that user code holds at that time.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from lightning_memopt.record import OWN_COUNT, StorageVersion, storage_id
 from lightning_memopt.torch_private import storage_use_count
 
 _ALONE = OWN_COUNT + 1
-"""The use count of a storage that one tensor of the engine holds alone."""
+"""The use count of a storage that only one tensor, the engine's, holds."""
 
 
-class Holders:
+class UserHeld:
     """The versions of one forward that user code holds, and all versions on their storages."""
 
     def __init__(self) -> None:
         self._native = loaded()
         self._first: dict[int, StorageVersion] = {}
         self._all: dict[int, list[StorageVersion]] = {}
-        """Of each storage: the first version, and a list of all versions where there are several."""
+        """For each storage: its first version, and a list of all its versions if there are several."""
         self._alone: dict[int, StorageVersion] = {}
         """The watched versions that are the only ones on their storages, by id; the others are in `_together`."""
         self._together: dict[int, tuple[StorageVersion, list[StorageVersion]]] = {}
@@ -43,19 +43,19 @@ class Holders:
             self._together[first.id] = first, versions
 
     def forget(self, ids: Iterable[int]) -> None:
-        """Watch these versions no longer."""
+        """Stop watching these versions."""
         for id in ids:
             if self._alone.pop(id, None) is None:
                 self._together.pop(id, None)
 
     def handed_over(self, version: StorageVersion, storage: int) -> None:
-        """Another version on the storage comes in place of this one: what the engine holds of both counts."""
+        """Another version of the storage replaces this one; the engine may hold both."""
         self.forget((version.id,))
         if version.holding.value is None and storage not in self._all:
             self._first.pop(storage, None)
 
     def released(self) -> list[int]:
-        """Ids of the watched versions that only the engine holds; they are watched no longer."""
+        """Ids of the watched versions that only the engine still holds. Stops watching them."""
         native, ids = self._native, list[int]()
         # copies: the garbage collector may run in the loops and free storages
         if native is not None:
@@ -71,8 +71,8 @@ class Holders:
             self.forget(ids)
         return ids
 
-    def hold(self, version: StorageVersion, storage: int) -> bool:
-        """Whether anything but the engine holds the memory of a version."""
+    def is_held(self, version: StorageVersion, storage: int) -> bool:
+        """Whether anything other than the engine holds the memory of a version."""
         return _is_held(version, self._all.get(storage) or [self._first[storage]])
 
     def clear(self) -> None:
@@ -83,7 +83,7 @@ class Holders:
 
 
 def _is_held(version: StorageVersion, on_storage: list[StorageVersion]) -> bool:
-    """Whether anything but the engine, which may hold other versions on the same storage, too, holds a version's memory."""
+    """Whether anything other than the engine holds a version's memory. The engine may hold several versions on a storage."""
     value = version.holding.value
     if value is None:
         return version.alive() is not None
