@@ -19,7 +19,7 @@ from lightning_memopt.torch_private import tree_leaves
 from lightning_memopt.units import host_memory_nbytes
 
 _HOST_SHARE = 2
-"""One in this many parts of the host's memory may be used by batches that wait for training."""
+"""Batches that wait for training may use one part in this many of the host's memory."""
 
 
 class TooFewSamplesError(MemOptError):

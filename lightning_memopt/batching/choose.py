@@ -52,7 +52,7 @@ class Chooser:
     plans: makes plans for a size; None if steps run without a plan.
     effective: samples between two updates if gradients are accumulated over several batches; None if every batch has its
         update. If it is given, the fitted step accumulates.
-    spare_nbytes: most bytes of gradients that a step does without if one batch has all `effective` samples.
+    spare_nbytes: maximum bytes of gradients that a step saves if one batch has all `effective` samples.
     energy: joules of a step; None if they are not known.
     machine: the machine that runs it.
     """

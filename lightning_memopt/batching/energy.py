@@ -21,7 +21,7 @@ from lightning_memopt.telemetry.sources import Clock
 from lightning_memopt.telemetry.throughput import MIN_SECONDS
 
 _MOST_STEPS = 5000
-"""Most steps of one batch size that are run to fill `MIN_SECONDS`."""
+"""Maximum number of steps of one batch size that are run to fill `MIN_SECONDS`."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def given(watts: float) -> EnergyModel:
 def fitted(small: MeasuredEnergy | None, large: MeasuredEnergy, approximate: bool) -> EnergyModel:
     """The model from measurements at one or two batch sizes; `small` is the smaller one, None if there is only one.
 
-    The line has no negative slope and no negative constant: it is bent to go through the larger size if it had.
+    Neither the slope nor the constant of the line is negative: if one would be, the line only goes through the larger size.
     """
     source = f"by the device's {'sampled power' if approximate else 'counter'}"
     if small is None:

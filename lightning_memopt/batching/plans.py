@@ -22,9 +22,9 @@ from lightning_memopt.units import ceil_div
 Lives = tuple[Life, ...]
 Solve = Callable[[Graph], planner.Frontier]
 _ROUNDS = 4
-"""Most times that the smallest plan is solved again at the largest size that the plan before it allows."""
+"""Maximum number of times that the smallest plan is solved again at the largest size that the previous plan allows."""
 _POOL = 32
-"""Most plans of a frontier that are priced at other sizes."""
+"""Maximum number of plans of a frontier that are priced at other sizes."""
 
 
 def largest(fits: Callable[[int], bool], low: int, high: int) -> int:
@@ -91,7 +91,7 @@ class Plans:
     def fastest(self, size: int, budget_nbytes: int) -> tuple[float, int] | None:
         """(extra seconds, needed bytes) of the fastest plan within the budget at this size; None if no plan fits.
 
-        The plans of one frontier, which was solved at the size that was asked for first, are priced at this size.
+        The plans of one frontier, solved at the first size that was asked for, are priced at this size.
         """
         graph = self.fit.at(size)
         best: tuple[float, int] | None = None
@@ -106,12 +106,12 @@ class Plans:
                     best = (seconds, needs)
         if best is not None:
             return best
-        lives = self.smallest(size)  # the pooled plans were solved at another size: one solved at this size may still fit
+        lives = self.smallest(size)  # the pooled plans were solved at another size, so a plan solved at this size may still fit
         needs = self.needs(size, lives)
         return (simulate(graph, lives).predicted.seconds, needs) if needs <= budget_nbytes else None
 
     def _pooled(self, size: int) -> list[tuple[Lives, float]]:
-        """(lives, seconds that recording takes) of plans, solved once, at the size that is asked for first."""
+        """(lives, seconds that recording takes) of plans, solved once, at the first size that is asked for."""
         if not self._pool:
             smallest = planner.smallest(self.fit.at(size), self.machine)
             candidates = self.solve(self.fit.at(size)).candidates
@@ -121,7 +121,7 @@ class Plans:
 
 
 class ParkingPlans(Plans):
-    """Plans that rebuild tensors and park them in the forms that `offloading` allows; `solve` gives frontiers of such plans."""
+    """Plans that rebuild tensors, or park them in the forms that `offloading` allows. `solve` gives frontiers of such plans."""
 
     def __init__(self, fit: StepFit, solve: Solve, offloading: Offloading, machine: Machine | None = None) -> None:
         super().__init__(fit, solve, machine)

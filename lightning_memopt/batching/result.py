@@ -15,7 +15,7 @@ class BatchSizeResult:
 
     Predictions are None if no step could be fitted.
 
-    Where several ranks searched, all of them return the same result.
+    If several ranks searched, all of them return the same result.
 
     size: samples of a batch; a real step of this size ran and fitted, on every rank.
     before: samples of a batch before the search.
@@ -88,8 +88,8 @@ class BatchSizeResult:
         if self.joules_per_sample is not None:
             parts.append(f"{self.joules_per_sample:.3g} J/sample predicted {self.energy_source}")
         if self.measured_joules_per_sample is not None:
-            parts.append(f"{self.measured_joules_per_sample:.3g} J/sample measured (the whole device, whoever uses it)")
-        how = f"{self.trial_steps} trial steps beyond {self.profile_steps} profiled"
+            parts.append(f"{self.measured_joules_per_sample:.3g} J/sample measured (the whole device, other programs included)")
+        how = f"{self.trial_steps} trial steps after {self.profile_steps} profiled"
         how += f" and {self.energy_steps} for energy" if self.energy_steps else ""
         how += f" and {self.rehearsal_steps} rehearsed" if self.rehearsal_steps else ""
         return ", ".join(parts) + f"; {how}" + (f", because {self.why}" if self.why else "")

@@ -3,7 +3,7 @@
 Everything runs inside `untouched`: weights, optimizer state, generators, gradients and attributes are restored bit by bit.
 The result is always a size that really ran and fitted. See docs/adr/0010-batch-size-from-two-traces.md.
 
-Where several ranks train the model, all of them search, for one size that fits on every rank (`together.py`).
+If several ranks train the model, they search together for one size that fits on every rank (`together.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lightning_memopt.units import format_nbytes
 from lightning_memopt.versions import supported
 
 _ATTEMPTS = 3
-"""Most predictions that are tried before bisection."""
+"""Maximum number of predictions that are tried before bisection."""
 _UNLIMITED = 1 << 20
 """The cap on the batch size, in samples, if none is given."""
 
@@ -61,7 +61,7 @@ class Search:
         mode: "largest", "throughput", or "energy", which needs a device whose energy can be read, or `watts`.
         effective: samples between two updates if gradients are accumulated over batches. Only sizes that divide it are
             chosen, and `step` is told whether one batch has all of them.
-        spare_nbytes: most bytes of gradients that a step does without if one batch has all `effective` samples.
+        spare_nbytes: maximum bytes of gradients that a step saves if one batch has all `effective` samples.
         max_size: the largest size that may be chosen; None for no limit.
         watts: power that the device draws in training; None: it is measured if it is needed.
         clock: gives seconds; used to measure energy.
@@ -84,7 +84,7 @@ class Search:
 
     def find(self) -> BatchSizeResult:
         """Run the search. Raises InfeasibleError if no permitted size fits, ConfigError for options that are not accepted,
-        RankFailedError where another rank failed, UnsupportedError for a model that the ranks do not train by DDP.
+        RankFailedError if another rank failed, UnsupportedError for a model that the ranks do not train by DDP.
         """
         ranks = ranks_of(self.model)
         if ranks is None:
@@ -263,7 +263,7 @@ class _RunningSearch:
         if measurements:
             smaller = measurements[0] if len(measurements) > 1 else None
             return fitted(smaller, measurements[-1], energy.approximate)
-        self.why = "no size fits without a plan, so that no energy was measured before: the fastest one was taken"
+        self.why = "no size fits without a plan, so no energy was measured beforehand and the fastest size was taken"
         return None
 
     def _result_of(self, trial: Trial, estimate: SizeEstimate | None) -> BatchSizeResult:

@@ -1,4 +1,4 @@
-"""Trials that all ranks of a DistributedDataParallel run together: the first rank decides what is tried, the others follow.
+"""Trials that all ranks of a DistributedDataParallel run together. The first rank decides what is tried; the others follow.
 
 A trial is a real step, whose backward runs collectives. So all ranks run the same trials, at the same sizes, in the same order.
 They talk through the process group's store (ranks/), never by a collective:
@@ -11,8 +11,8 @@ A size fits if it fits on every rank. A rank that ran out of memory alone would 
 before the first step of each larger size every rank rehearses the trial in `no_sync`, where DDP's backward runs no collective.
 
 A rehearsal cannot leave out collectives that the step runs by itself: SyncBatchNorm's, those of a sharded optimizer, the user's
-own. Where memory runs out on one rank before such a collective, that rank ends with an error after `_ALONE_SECONDS`, and the
-others when its process has ended, or at the timeout of the process group.
+own. If memory runs out on one rank before such a collective, that rank ends with an error after `_ALONE_SECONDS`, and the
+others end when its process has ended, or at the timeout of the process group.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.ranks import Ranks
 
 _BEGIN_SECONDS, _STEP_SECONDS = 120.0, 600.0
-"""A rank that lives but does not begin the search, or does not end its step, is waited for so long."""
+"""Number of seconds to wait for a rank that lives but does not begin the search, or does not end its step."""
 _ALONE_SECONDS = 120.0
-"""A rank that ran out of memory in a step with collectives waits so long for the others, which may wait for it."""
+"""Number of seconds that a rank that ran out of memory in a step with collectives waits for the others, which may wait for
+it.
+"""
 
 T = TypeVar("T")
 
@@ -44,14 +46,14 @@ class TrialsOfRanks(Trials):
     """`Trials` on several ranks.
 
     The first rank calls `warm`, `observe` and `confirm`, and then `finish` or `refuse`; the others call `follow`. Each method
-    raises RankFailedError where another rank failed.
+    raises RankFailedError if another rank failed.
 
     Args:
         ranks: the ranks that search together.
         wrapper: the DistributedDataParallel that reduces the gradients of the step.
-        args: as of `Trials`.
+        args: the arguments of `Trials`.
 
-    too_large_on: the numbers of the ranks that the last size which did not fit was too large for.
+    too_large_on: the ranks on which the last size that did not fit was too large.
     """
 
     def __init__(self, ranks: Ranks, wrapper: DistributedDataParallel, *args: Any) -> None:
@@ -66,7 +68,7 @@ class TrialsOfRanks(Trials):
 
     def begin(self, options: dict[str, Any]) -> int:
         """Compare the options of all ranks. Returns the smallest budget of all ranks, in bytes. Raises ConfigError on all ranks
-        where they differ.
+        if they differ.
         """
         said = self._meet({"options": options, "budget": self.budget_nbytes, "cap": self.cap}, _BEGIN_SECONDS)
         for rank, other in enumerate(said):
@@ -85,7 +87,7 @@ class TrialsOfRanks(Trials):
         first = self.ranks.rank == 0 and not self._stepped
         _, trial = self._on_all("warm", size, lambda: Trials.warm(self, size))
         if first and trial is not None and trial.fits:
-            # DDP makes its buckets anew in its second step, those of a static graph in its third: these graphs are thrown away
+            # DDP makes its buckets anew in its second step (of a static graph in its third), so these graphs are thrown away
             return all(self.observe(size) is not None for _ in range(2 if self._wrapper.static_graph else 1))
         return trial is not None and trial.fits
 
@@ -107,7 +109,7 @@ class TrialsOfRanks(Trials):
     # -- the other ranks ---------------------------------------------------------------------------
 
     def follow(self) -> BatchSizeResult:
-        """Run the trials that the first rank asks for, and return its result. Raises InfeasibleError where it does."""
+        """Run the trials that the first rank asks for, and return its result. Raises InfeasibleError if the first rank does."""
         while True:
             order = self._hear(self._next(), 0, math.inf)  # as long as the first rank lives: it may solve plans
             size, answer = order.get("size", 0), order.get("answer", {})
@@ -130,7 +132,7 @@ class TrialsOfRanks(Trials):
         """
         if self.ranks.rank == 0:
             self._order({"kind": kind, "size": size})
-        # in a static graph torch reduces all gradients in the first step, also in `no_sync`
+        # in a static graph torch reduces all gradients in the first step, even in `no_sync`
         if size > self._ran and (self._stepped or not self._wrapper.static_graph):
             begun = len(self.done)
             with self._without_collectives():
@@ -138,7 +140,7 @@ class TrialsOfRanks(Trials):
             rehearsal, to_end = self._agreed(begun, _STEP_SECONDS)
             if rehearsal is None or not to_end:
                 return None, rehearsal
-            # whether its peak is above the budget is for the real step to say: gradients may take other bytes there
+            # only the real step shows whether the peak is above the budget: its gradients may take other bytes
             self.done[begun:] = [dataclasses.replace(rehearsal, kind="rehearsal", fits=True)]
         begun, self._stepped = len(self.done), True
         returned = self._attempt(run)
@@ -148,7 +150,7 @@ class TrialsOfRanks(Trials):
 
     @contextlib.contextmanager
     def _without_collectives(self) -> Iterator[None]:
-        """As `no_sync`, but the next forward sends buffers as it would have done without the steps in this block."""
+        """Like `no_sync`, but the next forward sends buffers as it would have done without the steps in this block."""
         sends_buffers = self._wrapper.require_forward_param_sync
         try:
             with self._wrapper.no_sync():
@@ -161,9 +163,9 @@ class TrialsOfRanks(Trials):
         return run()
 
     def _agreed(self, begun: int, seconds: float) -> tuple[Trial | None, bool]:
-        """The trial of all ranks, which replaces this rank's in `done[begun:]`; and whether it ran to its end on all of them.
+        """The trial of all ranks, which replaces this rank's in `done[begun:]`, and whether it ran to its end on all of them.
 
-        Raises RankFailedError where a rank's attempt ended because of another, and no rank said that memory ran out.
+        Raises RankFailedError if a rank's attempt ended because of another rank, but no rank reported that memory ran out.
         """
         own = self.done[begun] if len(self.done) > begun else None
         error = self._ended_by
@@ -177,7 +179,7 @@ class TrialsOfRanks(Trials):
             "cap": self.cap,
         }
         said = self._meet(outcome, seconds)
-        while not all(other["ended"] for other in said):  # a rank that began another step has now heard that it need not
+        while not all(other["ended"] for other in said):  # by then a rank that has begun another step knows that it must not
             said = self._meet(outcome, seconds)
         self._ended_by = None
         self.cap = min(other["cap"] for other in said)
@@ -187,7 +189,7 @@ class TrialsOfRanks(Trials):
         self.too_large_on = too_large_on or self.too_large_on
         if own is None:
             return None, True
-        least = min(other["budget"] for other in said)  # a rank with more room may have another plan, and a higher peak
+        least = min(other["budget"] for other in said)  # a rank with a larger budget may have another plan, and a higher peak
         peaks = [other["peak"] for other in said if other["budget"] == least]
         peak_nbytes = None if None in peaks else max(peaks)
         merged = dataclasses.replace(own, fits=all(other["fits"] for other in said), peak_nbytes=peak_nbytes)
@@ -195,13 +197,15 @@ class TrialsOfRanks(Trials):
         return merged, all(other["to_end"] for other in said)
 
     def _concerns_this_rank(self, error: Exception | None) -> bool:
-        """Whether it is this rank for which a size is too large. `error`: what ended its attempt."""
+        """Whether a size is too large on this rank. `error`: what ended this rank's attempt."""
         if isinstance(error, InfeasibleError):
             return not error.ranks or self.ranks.name in error.ranks
         return not isinstance(error, RankFailedError)
 
     def _too_large(self, error: Exception) -> bool:
-        """As for one rank. An attempt that another rank ended is judged when all have said how theirs ended (`_agreed`)."""
+        """See `Trials`. If another rank ended the attempt, `_agreed` decides, after all ranks have reported how theirs
+        ended.
+        """
         by_others = isinstance(error, RankFailedError)
         ends_trial = not self._lost if by_others else super()._too_large(error)
         if ends_trial:
@@ -209,7 +213,9 @@ class TrialsOfRanks(Trials):
         return ends_trial
 
     def _batch(self, size: int) -> Any:
-        """This rank's batch, when every rank has its own. Raises TooFewSamplesError on all ranks if one has fewer."""
+        """This rank's batch, after every rank has made its own. Raises TooFewSamplesError on all ranks if one has fewer
+        samples.
+        """
         batch: Any = None
         available: int | None = None
         try:
@@ -224,13 +230,13 @@ class TrialsOfRanks(Trials):
             raise TooFewSamplesError(fewest)
         return batch
 
-    # -- what the ranks say ------------------------------------------------------------------------
+    # -- messages between ranks --------------------------------------------------------------------
 
     def _order(self, order: dict[str, Any]) -> None:
         self.ranks.tell(self._next(), order)
 
     def _meet(self, decision: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
-        """What all ranks say at the next meeting, in the order of ranks."""
+        """What all ranks post at the next meeting, in the order of ranks."""
         about = self._next()
         self.ranks.tell(about, decision)
         return [self._hear(about, rank, seconds) for rank in range(self.ranks.size)]
@@ -246,7 +252,7 @@ class TrialsOfRanks(Trials):
             if self._ended_by is not None and not isinstance(self._ended_by, RankFailedError):
                 raise self._ended_by  # memory ran out on this rank, and the others may wait for it in a collective
             raise RankFailedError(
-                f"Rank {self.ranks.names[rank]} did not come to {about} of the search for a batch size. "
+                f"Rank {self.ranks.names[rank]} did not reach {about} of the search for a batch size. "
                 "Run the search on every rank, with a step in which all ranks run the same collectives."
             )
         return heard

@@ -30,14 +30,14 @@ from lightning_memopt.torch_private import gradient_of, tree_map
 from lightning_memopt.trace import count_all
 
 _NEVER_PLANNED = 1 << 20
-"""A `profile_steps` so large that every step is observed and no plan is solved."""
+"""A value of `profile_steps` that is large enough that every step is observed and no plan is solved."""
 
 
 class BatchSource(Protocol):
     """Makes batches of any size.
 
     size: samples of a batch before the search.
-    cap: most samples that a batch can have; None if that is not known.
+    cap: maximum number of samples of a batch; None if it is not known.
     copies: number of batches that are in the host's memory at once during training.
     """
 

@@ -13,13 +13,13 @@ from lightning_memopt.solvers.placement import Buffer, Placement, buffers_of, pl
 from lightning_memopt.units import format_nbytes
 
 _SECONDS = 2.0
-"""The most seconds that addresses are searched for."""
+"""Maximum number of seconds for the search for addresses."""
 _SHADES = " ░▒▓█"
-"""From no byte in use to all bytes."""
+"""Characters for a share of bytes in use, from none to all."""
 
 
 def picture(graph: Graph, lives: Sequence[Life], rows: int = 16, columns: int = 96) -> str:
-    """The addresses that the pool would give a step under these lives: a line of figures, then the picture."""
+    """The addresses that the pool would give to a step with these lives: a line of figures, then the picture."""
     buffers = buffers_of(graph, lives)
     if not buffers:
         return "The step requests no memory."
@@ -27,7 +27,7 @@ def picture(graph: Graph, lives: Sequence[Life], rows: int = 16, columns: int = 
 
 
 def drawn(buffers: Sequence[Buffer], placement: Placement, rows: int = 16, columns: int = 96) -> str:
-    """Each character stands for a range of addresses and of requests; the darker, the more of it is in use."""
+    """A picture in which each character is a range of addresses and of requests. The darker it is, the more is in use."""
     first, last = min(b.lower for b in buffers), max(b.upper for b in buffers)
     rows, columns = min(rows, placement.height_nbytes), min(columns, last - first)
     used = np.zeros((rows, columns))
@@ -44,6 +44,6 @@ def drawn(buffers: Sequence[Buffer], placement: Placement, rows: int = 16, colum
 
 
 def _shares(begin: int, end: int, length: int, count: int) -> np.ndarray:
-    """Which share of each of `count` equal parts of [0, length) is in [begin, end); shape (count,)."""
+    """The share of each of `count` equal parts of [0, length) that is in [begin, end); shape (count,)."""
     edges = np.arange(count + 1) * (length / count)
     return np.clip(np.minimum(edges[1:], end) - np.maximum(edges[:-1], begin), 0, None) / (length / count)

@@ -15,7 +15,7 @@ WIDTH = 140
 
 
 def block_of(scope: str) -> str:
-    """The block that a module belongs to, of "module.path#call": its path up to the first number, else all of its path.
+    """The block of a module ("module.path#call"): its path up to the first number, or the whole path if it has no number.
 
     `h.3.mlp#1` is in `h.3`, `lm_head` in `lm_head`.
     """
@@ -28,9 +28,9 @@ def block_of(scope: str) -> str:
 class Block:
     """One block.
 
-    name: its path.
-    fates: of the tensors that its ops make.
-    extra_seconds: of its ops that run again; an op that runs twice counts twice.
+    name: path of the block.
+    fates: the fates of the tensors that its ops make.
+    extra_seconds: seconds of its ops that run again; an op that runs again twice counts twice.
     """
 
     name: str
@@ -42,14 +42,14 @@ class Block:
 
     @property
     def why(self) -> str:
-        """The reasons for most of its bytes, one for each thing that becomes of them."""
+        """For each fate, the reason for most of the bytes that have it."""
         parts = []
         for what in ("rebuilt", "parked", "kept"):
             mine = [fate for fate in self.fates if fate.what == what]
             for why, *_ in summed(mine, lambda fate: fate.why)[:1]:
                 names = [name for name, *_ in summed((f for f in mine if f.why == why), lambda f: operator(f.op.name))]
                 parts.append(f"{what}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}, {why}")
-        return "; ".join(parts) or "autograd saves nothing of it"
+        return "; ".join(parts) or "autograd saves none of its tensors"
 
 
 def blocks(graph: Graph, plan: Plan) -> list[Block]:

@@ -21,7 +21,7 @@ from lightning_memopt.units import format_nbytes
 __all__ = ["COLOURS", "FATES", "STRUCTURES", "Breakdown", "at_peak", "compared", "layer_of", "line", "plot", "saved"]
 
 FATES = ("held", "rebuilt", "there anyway")
-"""What becomes of a saved tensor. `there anyway`: user code holds it until backward asks for it."""
+"""The fates of a saved tensor. `there anyway`: user code holds it until backward asks for it."""
 COLOURS = {
     "outside the step": "#cdbfa8",
     "weights": "#4e79a7",

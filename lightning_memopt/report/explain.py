@@ -1,4 +1,4 @@
-"""Explain a plan as text: by block of the model, tensor by tensor, or one operator or module that was asked about.
+"""Explain a plan as text: by block of the model, tensor by tensor, or for one operator or module.
 
 Input: a plan and its graph. Needs no torch.
 """
@@ -19,7 +19,7 @@ from lightning_memopt.units import format_nbytes
 
 
 def rebuilds_or_parks(plan: Plan) -> str:
-    """What plans do for which the plan's lower bound is proven."""
+    """What the plans do for which the lower bound is proven."""
     return "rebuilds and parks" if plan.parks else "only rebuilds"
 
 
@@ -55,7 +55,7 @@ def explain(plan: Plan, graph: Graph) -> str:
 
 
 def updates_text(plan: Plan, graph: Graph) -> str:
-    """How many parameters the plan updates early, of those that may be, and the bytes of gradients that this frees."""
+    """How many parameters the plan updates early, out of those that can be, and the bytes of gradients that this frees."""
     freed = sum(update.nbytes for update in graph.updates if update.parameter in plan.updates)
     return f"{len(plan.updates)} of {len(early(graph))} parameters, which frees {format_nbytes(freed)} of gradients"
 
@@ -83,9 +83,9 @@ def tensors(plan: Plan, graph: Graph) -> str:
 
 
 def of_operator(plan: Plan, graph: Graph, name: str) -> str:
-    """What the plan does about one operator (`gelu`, `aten::gelu`), module by module.
+    """What the plan does with the results of one operator (`gelu`, `aten::gelu`), module by module.
 
-    Raises ConfigError for one that no forward op of the step has, with the nearest ones.
+    Raises ConfigError, which names similar operators, if no forward op of the step has this one.
     """
     wanted = operator(name).lower()
     chosen = [op for op in graph.forward if operator(op.name).lower() == wanted]
@@ -95,9 +95,9 @@ def of_operator(plan: Plan, graph: Graph, name: str) -> str:
 
 
 def of_module(plan: Plan, graph: Graph, name: str) -> str:
-    """What the plan does about one module and those inside it. `*` stands for every number: `h.*.mlp`.
+    """What the plan does with the tensors of one module and those inside it. `*` matches any number: `h.*.mlp`.
 
-    Raises ConfigError for one in which no forward op of the step ran, with the nearest ones.
+    Raises ConfigError, which names similar modules, if no forward op of the step ran in this one.
     """
     paths = {op.id: op.scope.partition("#")[0] for op in graph.forward}
 
@@ -114,12 +114,12 @@ def of_module(plan: Plan, graph: Graph, name: str) -> str:
 
 def _nothing(kind: str, name: str, known: set[str]) -> ConfigError:
     nearest = difflib.get_close_matches(name, sorted(known), n=4, cutoff=0.4)
-    shown = f"The nearest are {', '.join(nearest)}" if nearest else f"There are {', '.join(sorted(known)[:8]) or 'none'}"
+    shown = f"Similar ones are {', '.join(nearest)}" if nearest else f"There are {', '.join(sorted(known)[:8]) or 'none'}"
     return ConfigError(f"no {kind} of this step is called {name!r}. {shown}: use one of them.")
 
 
 def _about(plan: Plan, graph: Graph, ops: Iterable[Op], title: str) -> str:
-    """A table of these ops, alike ones of a module in one row."""
+    """A table of these ops, with equal ops of a module in one row."""
     of_op: dict[int, list[Fate]] = {}
     for fate in fates(graph, plan):
         of_op.setdefault(fate.op.id, []).append(fate)

@@ -1,4 +1,4 @@
-"""What becomes of each tensor under a plan, and why. Input: a graph and a plan. Needs no torch."""
+"""The fate of each tensor under a plan, and the reason. Input: a graph and a plan. Needs no torch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def operator(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What becomes of a tensor that autograd saves, or that the plan holds or rebuilds for others.
+    """The fate of a tensor that autograd saves, or that the plan holds or rebuilds for other tensors.
 
     tensor, op: the tensor, and the op that made it.
     saved: whether autograd saves it.
-    what: `never read`: autograd saved it and never asks for it, so nobody holds it.
+    what: what happens to it. `never read`: autograd saves it but never asks for it, so nothing holds it.
     why: the reason, in words.
     lives: its lives in the plan, in order.
     """
@@ -40,7 +40,7 @@ class Fate:
 
 
 def fates(graph: Graph, plan: Plan) -> list[Fate]:
-    """The fate of every tensor that an op of the step made and that autograd saves or the plan has lives of, by id."""
+    """The fates, by id, of all tensors that an op of the step makes and that autograd saves or the plan has lives of."""
     lives: dict[int, list[Life]] = {}
     for life in plan.lives:
         lives.setdefault(life.tensor, []).append(life)

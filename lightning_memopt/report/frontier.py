@@ -12,8 +12,8 @@ class Row:
     """One plan of the frontier.
 
     peak_nbytes: predicted peak of a step.
-    extra_seconds: predicted time on top of the unmodified step.
-    extra_flops: FLOPs on top of the unmodified step.
+    extra_seconds: predicted seconds that the plan adds to the unmodified step.
+    extra_flops: FLOPs that the plan adds to the unmodified step.
     rebuilt_nbytes: bytes that a step rebuilds.
     solver: name of the solver that found the plan.
     """

@@ -1,8 +1,9 @@
-"""What would help a planned step most: computed from its graph, its plan, and plans for other budgets and techniques.
+"""Say what would help a planned step most, from its graph, its plan, and plans for other budgets and techniques.
 
-Input: a plan and its graph. Output: lines of text, those that save the most bytes first. Bytes of other techniques are what the
-best plan needs that was found; no link or codec is timed, so their seconds are not said. Imports torch for the forms in which
-tensors can be parked, and nothing else of it.
+Input: a plan and its graph. Output: lines of text, ordered by the bytes that they save, largest first. For other techniques,
+    the
+bytes are those of the best plan found. Links and codecs are not timed, so no seconds are given for them. Imports torch only for
+the forms in which tensors can be parked.
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ from lightning_memopt.units import format_nbytes
 _SCALING = ("feature maps", "held to rebuild", "rebuilt", "generator states", "in use", "workspace", "inputs")
 """Structures whose bytes grow with the batch."""
 _LESS, _MORE = 9, 11
-"""Tenths of the budget that are tried in its place."""
+"""Other budgets that are tried, in tenths of the budget."""
 _MOST_PLANS = 8
-"""So many plans are tried as starts for parked tensors."""
+"""Maximum number of plans from which the search for parked tensors starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Help:
-    """nbytes: what it saves at most; 0 where it saves time, or nothing. text: a sentence."""
+    """nbytes: maximum bytes that it saves; 0 if it saves time, or nothing. text: a sentence."""
 
     nbytes: int
     text: str
 
 
 def helps(plan: Plan, graph: Graph, limit_seconds: float = 10.0) -> str:
-    """A list of sentences with a title. `limit_seconds`: of the search for plans for other budgets."""
+    """A list of sentences with a title. `limit_seconds`: time limit of the search for plans for other budgets."""
     peak = at_peak(step_of(graph, plan), plan.lives)
     budgets = [_tenths(plan, share) for share in (_LESS, _MORE)]
     frontier = planner.solve(graph, limit_seconds=limit_seconds, budgets=budgets, machine=_searched_with(plan))
     if frontier.cut_off:
-        others = ["Other budgets, offload and compression were not looked at: the time was over before. Give more --seconds."]
+        others = ["Other budgets, offload and compression were not tried, because time ran out. Give more --seconds."]
         entries = [*_order(savings(graph)), *_batch(peak)]
     else:
         others = [*_budget(plan, frontier)]
@@ -54,7 +55,7 @@ def helps(plan: Plan, graph: Graph, limit_seconds: float = 10.0) -> str:
 
 
 def _searched_with(plan: Plan) -> Machine:
-    """For plans that are found as this one was, with few ops that run again, and priced without the engine's own work."""
+    """A machine on which each op that runs again costs what the engine's own work costs per op in this plan."""
     ops = plan.predicted.rebuilt_ops
     return Machine(overhead=replace(FREE, rebuilt_op=plan.predicted.overhead_seconds / ops if ops else 0.0))
 
@@ -76,23 +77,23 @@ def costliest(graph: Graph, plan: Plan) -> Iterator[str]:
         seconds[operator(op.name)] = seconds.get(operator(op.name), 0.0) + times * op.seconds
     name = max(seconds, key=seconds.__getitem__)
     yield (
-        f"Most extra time is that of {block.name}: {1e3 * block.extra_seconds:.2f} of {1e3 * total:.2f} ms; by operator, that "
-        f"of {name}: {1e3 * seconds[name]:.2f} ms."
+        f"{block.name} takes most of the extra time: {1e3 * block.extra_seconds:.2f} of {1e3 * total:.2f} ms. By operator, "
+        f"{name} does: {1e3 * seconds[name]:.2f} ms."
     )
 
 
 def _seconds(plan: Plan) -> float:
-    """Extra seconds without those that were measured of an engine, which a plan that is only computed does not have."""
+    """The plan's extra seconds without the measured seconds of the engine, which a plan that never ran does not have."""
     return plan.predicted.seconds - plan.predicted.overhead_seconds
 
 
 def _tenths(plan: Plan, share: int) -> int:
-    """So many tenths of a plan's budget, in bytes."""
+    """`share` tenths of a plan's budget, in bytes."""
     return plan.budget_nbytes * share // 10
 
 
 def _budget(plan: Plan, frontier: planner.Frontier) -> Iterator[str]:
-    """What 10 % more and 10 % less of the budget would cost, and the smallest budget, by recomputation alone."""
+    """What 10 % more and 10 % less budget would cost, and the smallest budget, with recomputation alone."""
     if not (plan.predicted.rebuilt_ops or plan.parks):
         yield f"The step fits {format_nbytes(plan.budget_nbytes)} as it is: a larger budget changes nothing."
     else:
@@ -100,10 +101,10 @@ def _budget(plan: Plan, frontier: planner.Frontier) -> Iterator[str]:
     less = _tenths(plan, _LESS)
     try:
         seconds = frontier.within(less).predicted.seconds
-        yield f"10 % less budget ({format_nbytes(less)}) would cost {1e3 * seconds:.2f} ms a step, by recomputation alone."
+        yield f"10 % less budget ({format_nbytes(less)}) would cost {1e3 * seconds:.2f} ms a step, with recomputation alone."
     except InfeasibleError:
         yield (
-            f"10 % less budget ({format_nbytes(less)}) cannot be kept by recomputation alone: the smallest is "
+            f"10 % less budget ({format_nbytes(less)}) cannot be kept with recomputation alone: the smallest budget is "
             f"{format_nbytes(frontier.smallest_nbytes)}."
         )
 
@@ -114,22 +115,22 @@ def _more(plan: Plan, frontier: planner.Frontier) -> str:
     try:
         best = frontier.within(more).predicted
     except InfeasibleError:  # the plan parks, too
-        return f"{text} does not suffice for recomputation alone, which needs {format_nbytes(frontier.smallest_nbytes)}."
+        return f"{text} is not enough for recomputation alone, which needs {format_nbytes(frontier.smallest_nbytes)}."
     if not best.rebuilt_ops:
-        return f"{text} is all that the step needs: it saves the {1e3 * own:.2f} ms that the plan costs."
+        return f"{text} is enough for the step without a plan, and saves the {1e3 * own:.2f} ms that the plan costs."
     if best.seconds >= own:
-        return f"{text} buys nothing by recomputation alone: {1e3 * best.seconds:.2f} ms a step, this plan {1e3 * own:.2f}."
-    return f"{text} buys {1e3 * (own - best.seconds):.2f} ms a step: {1e3 * best.seconds:.2f} in the place of {1e3 * own:.2f}."
+        return f"{text} saves no time with recomputation alone: {1e3 * best.seconds:.2f} ms a step, this plan {1e3 * own:.2f}."
+    return f"{text} saves {1e3 * (own - best.seconds):.2f} ms a step: {1e3 * best.seconds:.2f} instead of {1e3 * own:.2f}."
 
 
 def _parking(graph: Graph, plan: Plan, frontier: planner.Frontier) -> Iterator[Help]:
-    """The smallest budgets with offload and with lossless compression, where the plan parks nothing yet."""
+    """The smallest budgets with offload and with lossless compression, if the plan parks nothing yet."""
     if plan.parks:
         return
     try:
         import torch
     except ModuleNotFoundError:
-        yield Help(0, "Offload and compression were not looked at: torch is not installed.")
+        yield Help(0, "Offload and compression were not tried, because torch is not installed.")
         return
     from lightning_memopt.config import MemOptConfig
     from lightning_memopt.session.parking.joint_frontier import peak_nbytes
@@ -147,25 +148,25 @@ def _parking(graph: Graph, plan: Plan, frontier: planner.Frontier) -> Iterator[H
             continue
         alone, parked = joint.least(graph, [], forms, lambda lives: peak_nbytes(graph, lives))
         copied = 2 * sum(life.parked_nbytes or graph.tensors[life.tensor].nbytes for life in parked if life.how == "fetch")
-        price = f", with {format_nbytes(copied)} copied a step at most" if option == "offload" else ""
+        price = f", with at most {format_nbytes(copied)} copied a step" if option == "offload" else ""
         enough = alone + planner.UNSEEN_NBYTES <= plan.budget_nbytes and plan.predicted.rebuilt_ops
         yield Help(
             saved,
             f"`{option}={value!r}` lowers the smallest budget by {format_nbytes(saved)}, from "
             f"{format_nbytes(frontier.smallest_nbytes)} to {format_nbytes(least + planner.UNSEEN_NBYTES)}"
-            f"{'; it keeps this budget with nothing rebuilt' + price if enough else ''}.",
+            f"{'. It keeps this budget without rebuilding anything' + price if enough else ''}.",
         )
 
 
 def _spread(plans: list[tuple[Life, ...]]) -> list[tuple[Life, ...]]:
-    """At most `_MOST_PLANS` of the plans, evenly spread, the first and the last among them."""
+    """At most `_MOST_PLANS` of the plans, evenly spread, including the first and the last."""
     if len(plans) <= _MOST_PLANS:
         return plans
     return [plans[i * (len(plans) - 1) // (_MOST_PLANS - 1)] for i in range(_MOST_PLANS)]
 
 
 def _order(worth: Savings | None) -> Iterator[Help]:
-    """What early updates save, and what another order of the ops could save at most."""
+    """What early updates save, and the most that another order of the ops could save."""
     if worth is None:
         return
     early = worth.given_nbytes - min(worth.early_nbytes, worth.apart_nbytes)
@@ -173,9 +174,9 @@ def _order(worth: Savings | None) -> Iterator[Help]:
 
 
 def order_text(worth: Savings | None) -> str:
-    """One line: what another order of the ops of the unmodified step could save at most, and what updates in backward save."""
+    """One line: the most that another order of the unmodified step's ops could save, and what updates in backward save."""
     if worth is None:
-        return "There is no op whose order could be another one."
+        return "No other order of ops is possible."
     given, most = worth.given_nbytes, worth.most_nbytes
     early, apart = given - worth.early_nbytes, given - worth.apart_nbytes
 
@@ -196,15 +197,15 @@ def another_order(graph: Graph) -> str:
 
 
 def _batch(peak: Breakdown) -> Iterator[Help]:
-    """What half of the batch would save at the peak of this plan."""
+    """What half the batch size would save at the peak of this plan."""
     nbytes = scaling_nbytes(peak) // 2
     if nbytes:
         yield Help(
             nbytes,
-            f"Half of the batch saves about {format_nbytes(nbytes)} at this plan's peak: half of what grows with it there.",
+            f"Half the batch size saves about {format_nbytes(nbytes)} at this plan's peak: half of what grows with it.",
         )
 
 
 def scaling_nbytes(peak: Breakdown) -> int:
-    """The bytes at a peak that grow with the batch: activations, what backward works on, inputs; not those of an update."""
+    """The bytes at a peak that grow with the batch: activations, inputs, and what backward works on, but not updates."""
     return sum(nbytes for (layer, structure), nbytes in peak.nbytes.items() if structure in _SCALING and layer != "update")

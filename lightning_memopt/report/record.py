@@ -1,7 +1,8 @@
-"""The record of a run as data, and as a file: what the page of a report (`report/page`) is made from.
+"""The record of a run, as data and as a file. The page of a report (`report/page`) is made from it.
 
-`{"format": "lightning_memopt.run", "schema": 1, ...}`. The plan is in it as in a plan file, with its graph, and is checked as
-one; all other fields are checked, too. Amounts that are not known are null; in columns, bytes are -1 and seconds 0.
+`{"format": "lightning_memopt.run", "schema": 1, ...}`. It contains the plan and its graph as a plan file does, and they are
+checked as those of a plan file. All other fields are checked, too. Unknown amounts are null; in columns, unknown bytes are -1
+and unknown seconds 0.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _KINDS = letters(get_args(StepKind))
 
 
 class Placed(NamedTuple):
-    """A buffer with an address in an arena: it is there from request `first` until request `until`."""
+    """A buffer with an address in an arena, which exists from request `first` until request `until`."""
 
     first: int
     until: int
@@ -53,10 +54,10 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Arena:
-    """The planned pool of a run. Fields that `PoolStatus`, `Addresses` and `Counts` have, too, mean the same there.
+    """The planned pool of a run. Other fields have the meaning that they have in `PoolStatus`, `Addresses` and `Counts`.
 
-    reason: why there is no arena; "" where there is one.
-    period: how many requests a step has.
+    reason: why there is no arena; "" if there is one.
+    period: number of requests of a step.
     placed: the buffers with an address.
     """
 
@@ -95,16 +96,16 @@ class Arena:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunRecord:
-    """What is known of a run when it ends; or of a plan file, with `phase` "file". Other fields are those of `RunStatus`.
+    """What is known of a run at its end, or of a plan file (then `phase` is "file"). Other fields are those of `RunStatus`.
 
     model: the class of the model; "" for a plan file.
     torch: the version of torch; "" for a plan file.
-    rank: which of the processes that train the model wrote this. ranks: how many they are.
-    error: the exception that ended the run, with its type; "" where it ended well.
-    graph: the step that the plan was made for; without a plan, the last observed step; None where there is none.
+    rank: the process that wrote this, among those that train the model. ranks: number of these processes.
+    error: the exception that ended the run, with its type; "" if there was none.
+    graph: the step that the plan was made for; without a plan, the last observed step; None if there is none.
     frontier: all plans that were found.
     steps: the steps of the run.
-    throughput: samples and joules, where a meter counted them. before: the same of a run without a plan.
+    throughput: samples and joules, if a meter counted them. before: the same for a run without a plan.
     """
 
     phase: str
@@ -133,7 +134,7 @@ class RunRecord:
     before: Throughput | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The content of a file, not checked."""
+        """The content of the file, unchecked."""
         plan, graph, rows, steps = self.plan, self.graph, self.frontier, self.steps
         solvers = sorted({row.solver for row in rows})
         obj: dict[str, Any] = {"format": FORMAT, "schema": SCHEMA}
@@ -171,7 +172,7 @@ def record_of_plan(plan: Plan, graph: Graph) -> RunRecord:
 
 
 def read_record(path: str | os.PathLike[str]) -> RunRecord:
-    """The record in the file at `path`: that of a run, or a plan file. Raises PlanFileError."""
+    """The record in the file at `path`, which is the record of a run or a plan file. Raises PlanFileError."""
     obj = jsonio.read(path)
     try:
         if obj.get("format") == PLAN_FORMAT:

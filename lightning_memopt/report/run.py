@@ -1,8 +1,8 @@
-"""Write the report of a run when the run ends: the page, and the record beside it.
+"""Write the report of a run when the run ends: the page, and the record next to it.
 
-A front makes a `RunReport` before anything runs, which refuses a path that cannot be written, and has it written at the end,
-also where an exception ends the run. Nothing that goes wrong then ends a training, or takes the place of its exception: it is
-a warning.
+A front makes a `RunReport` before anything runs, which raises an error for a path that cannot be written. At the end the front
+has it written, even if an exception ended the run. An error in writing the report is only a warning: it neither ends a training
+nor hides the exception that did.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from lightning_memopt.report.record import RunRecord
 
 _open: weakref.WeakSet[RunReport] = weakref.WeakSet()
-"""Reports that will be written: two runs of a process that are open together write two pages."""
+"""Paths of reports that will be written, so that two runs that are open together write two pages."""
 
 
 def check_target(path: str | os.PathLike[str]) -> Path:
-    """The absolute path. Raises ConfigError if no file could be written there: asked before training, not after it."""
+    """The absolute path. Raises ConfigError, before training rather than after it, if no file could be written there."""
     target = Path(path).expanduser().absolute()
     for file in (target, target.with_suffix(".json")):
         try:
@@ -51,11 +51,11 @@ def check_target(path: str | os.PathLike[str]) -> Path:
 class RunReport:
     """The report that one run will write. Raises ConfigError for a path that cannot be written.
 
-    As a context manager, it is written when the block ends, however it ends.
+    As a context manager, it writes the report when the block ends, with or without an exception.
 
-    Of the ranks that train a model together, the first one writes. Where that is not rank 0, the file is `run-rank2.html`.
+    Of the ranks that train a model together, only the first one writes. If that is not rank 0, the file is `run-rank2.html`.
 
-    path: of the page; None where no page is wanted, on all ranks but the first, and when it is written.
+    path: path of the page; None if no page is wanted, on all ranks except the first, and after it was written.
     """
 
     def __init__(self, config: MemOptConfig, model: nn.Module) -> None:
@@ -76,7 +76,9 @@ class RunReport:
         _open.add(self)
 
     def begins(self, session: Session, status: Callable[[], RunStatus], meter: Callable[[], Meter | None]) -> None:
-        """The run begins: before that, nothing is written. `status`, `meter`: give those of the run when it has ended."""
+        """The run begins; without a run, nothing is written. `status`, `meter`: return the run's status and meter at its
+        end.
+        """
         if session.enabled:
             self._run = session, status, meter
 
@@ -87,7 +89,7 @@ class RunReport:
         self.write(error)
 
     def write(self, error: BaseException | None = None) -> None:
-        """Write page and record, once. `error`: what ended the run, where the session was not told."""
+        """Write page and record, once. `error`: what ended the run, if the session was not told."""
         run, path = self._run, self.path
         self._run = self.path = None
         if run is None or path is None or sys.is_finalizing():
@@ -100,7 +102,7 @@ class RunReport:
         else:
             session.history.ends(handled=False)
         try:
-            from lightning_memopt.report.page import write_page  # only runs that end with a page need it
+            from lightning_memopt.report.page import write_page  # only runs that write a page need it
 
             record = record_of(session, status(), meter(), self._rank, self._ranks)
             write_page(path, record)
@@ -116,7 +118,7 @@ class RunReport:
 
 
 def record_of(session: Session, status: RunStatus, meter: Meter | None = None, rank: int = 0, ranks: int = 1) -> RunRecord:
-    """The record of a run as it is now. `rank`, `ranks`: which process this is, and how many train the model together."""
+    """The record of a run as it is now. `rank`, `ranks`: this process, and the number that train the model together."""
     from lightning_memopt.report.record import Arena, RunRecord
 
     device = session.device

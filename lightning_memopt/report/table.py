@@ -16,7 +16,7 @@ from lightning_memopt.units import format_nbytes
 
 
 def parked_text(plan: Plan, transfers: Transfers | None) -> str:
-    """One line about parked tensors: forms, moved bytes and waiting time a step, as measured and as predicted.
+    """One line about parked tensors: forms, moved bytes and waiting time a step, measured and predicted.
 
     A step is a planned forward and its backward.
     """
@@ -45,23 +45,23 @@ def parked_text(plan: Plan, transfers: Transfers | None) -> str:
 
 
 def checkpointing_text(graph: Graph, plan: Plan, layers: tuple[str, ...]) -> str:
-    """One line about the gradient checkpointing of these layers, which the plan replaces: what it would cost, predicted."""
+    """One line about the gradient checkpointing of these layers, which the plan replaces: its predicted cost."""
     try:
         lives = per_layer(graph, layers)
         cost = simulate(graph, lives).predicted
-    except (LoweringError, ValueError):  # a layer that no plan could run again
+    except (LoweringError, ValueError):  # no plan could run such a layer again
         return f"of {len(layers)} layers, replaced by the plan; its cost cannot be predicted for this step"
     reserve = Machine().reserve(graph)
     peak = cost.peak_nbytes if reserve is None else reserve(lives)
     return (
-        f"of {len(layers)} layers, replaced by the plan. It took, predicted: peak {format_nbytes(peak)}, "
+        f"of {len(layers)} layers, replaced by the plan. It would take (predicted): peak {format_nbytes(peak)}, "
         f"{1e3 * cost.extra_seconds:.1f} ms and {cost.extra_flops / 1e9:.3g} GFLOP extra a step. This plan: "
         f"{1e3 * plan.predicted.extra_seconds:.1f} ms and {plan.predicted.extra_flops / 1e9:.3g} GFLOP"
     )
 
 
 def pool_text(pool: PoolStatus) -> str:
-    """One line about the planned pool: its arena, and how many requests it has served."""
+    """One line about the planned pool: its arena, and the number of requests that it has served."""
     if pool.reason is not None:
         return f"none: {pool.reason}"
     if pool.addresses is None:
@@ -71,13 +71,13 @@ def pool_text(pool: PoolStatus) -> str:
         f"arena {format_nbytes(a.arena_nbytes)}, max-live {format_nbytes(a.max_live_nbytes)}, fragmentation "
         f"{100 * a.fragmentation:.2f} %; {a.planned} of {len(a.nbytes)} requests of a step have an address; in the last of "
         f"{pool.steps} steps {last.served} were served from the arena, {last.fallen} fell through "
-        f"({format_nbytes(last.fallen_nbytes)}); {pool.deviating} steps differed; the arena and all beside it took at most "
-        f"{format_nbytes(pool.reserved_nbytes)}"
+        f"({format_nbytes(last.fallen_nbytes)}); {pool.deviating} steps differed; the arena and all other memory took at "
+        f"most {format_nbytes(pool.reserved_nbytes)}"
     )
 
 
 def _compared(after: float | None, before: float | None) -> str:
-    """A figure beside the same figure of a run without a plan. Observed steps are no such run: recording slows them down."""
+    """A figure next to the same figure of a run without a plan. Observed steps do not count as such a run: they are slower."""
     if after is None:
         return "not measured"
     if not before:
@@ -98,12 +98,12 @@ def _measured_rows(meter: Meter) -> list[tuple[str, str]]:
     if after.joules_per_sample is not None:
         joules = _compared(after.joules_per_sample, before.joules_per_sample)
         how = ", integrated from its power" if after.approximate else ""
-        rows.append(("J/sample", f"{joules}; the whole device, whoever uses it{how}"))
+        rows.append(("J/sample", f"{joules}; the whole device, other programs included{how}"))
     return rows
 
 
 def summary(status: RunStatus, meter: Meter | None = None, transfers: Transfers | None = None) -> str:
-    """The table of a run as text; without a plan, one line that says why there is none.
+    """The table of a run as text or, without a plan, one line that says why there is none.
 
     `meter`: adds its throughput and energy. `transfers`: adds the measured times of parked tensors.
     """
@@ -137,8 +137,8 @@ def summary(status: RunStatus, meter: Meter | None = None, transfers: Transfers 
     share = f" ({100 * extra / step:.1f} % of the step's ops)" if step else ""
     table.add_row(
         "extra time, predicted",
-        f"{1e3 * extra:.1f} ms a step{share}, {1e3 * plan.predicted.overhead_seconds:.1f} of them for recording and rebuilding "
-        f"itself; lower bound {1e3 * plan.lower_bound_seconds:.1f} ms",
+        f"{1e3 * extra:.1f} ms a step{share}, of which {1e3 * plan.predicted.overhead_seconds:.1f} are the package's own work; "
+        f"lower bound {1e3 * plan.lower_bound_seconds:.1f} ms",
     )
     table.add_row(
         "ops run again", f"{plan.predicted.rebuilt_ops}, {format_nbytes(plan.predicted.rebuilt_nbytes)} rebuilt a step"

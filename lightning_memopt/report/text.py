@@ -1,6 +1,6 @@
 """Tables as text, drawn by `rich`.
 
-`rich` is imported for the first table only, because importing it draws numbers from Python's `random`.
+`rich` is imported only when the first table is drawn, because importing it draws numbers from Python's `random`.
 """
 
 from __future__ import annotations
@@ -51,6 +51,6 @@ def render(table: Table, width: int = 110) -> str:
     for row in table._rows:
         grid.add_row(*row)
     out = io.StringIO()
-    # names of modules are the user's: `head[cls]` is no markup, `a:b:c` has no picture
+    # the user's names of modules are plain text: `head[cls]` is not markup, and `a:b:c` is not an emoji
     console(file=out, width=width, force_terminal=False, markup=False, emoji=False, highlight=False).print(grid)
     return out.getvalue().rstrip()

@@ -116,7 +116,7 @@ class Throughput:
             parts.append(f"{self.samples_per_sec:.4g} samples/s, {self.samples_per_step or 0:.4g} a step")
         if self.joules_per_sample is not None:
             about = "about " if self.approximate else ""
-            parts.append(f"{about}{self.joules_per_sample:.4g} J/sample (the whole device, whoever uses it)")
+            parts.append(f"{about}{self.joules_per_sample:.4g} J/sample (the whole device, other programs included)")
         if self.peak_nbytes is not None:
             parts.append(f"{format_nbytes(self.peak_nbytes)} reserved at most")
         return "; ".join(parts)

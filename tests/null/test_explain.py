@@ -146,8 +146,8 @@ def test_the_command(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     table, end = text.split("What would help most:\n")
     assert "│ body.0" in table and "At the peak: " in table
-    assert "Most extra time is that of body.0: 20000.00 of 41000.00 ms" in end, "each rebuild begins there: 5 times 4 seconds"
-    assert "10 % more budget" in end and "10 % less budget" in end and "Half of the batch" in end
+    assert "body.0 takes most of the extra time: 20000.00 of 41000.00 ms" in end, "each rebuild begins there: 5 times 4 seconds"
+    assert "10 % more budget" in end and "10 % less budget" in end and "Half the batch size" in end
     assert main(["explain", file, "--seconds", "0"]) == 0
     assert capsys.readouterr().out == table
     assert main(["explain", file, "--tensors"]) == 0

@@ -1,14 +1,14 @@
-"""The page of a report: one HTML file, drawn in the browser by Observable Plot, which is inside of it.
+"""The page of a report: one HTML file, drawn in the browser by Observable Plot, which the file contains.
 
     parts      sections, pictures, tables, trees as data
-    headline   the figures first looked for; batch size, throughput, energy
+    headline   the most important figures; batch size, throughput, energy
     memory     memory over the step, by purpose
     modules    the plan on the tree of modules
     budget     budget against time
     timeline   compute, copies and waits over time
     addresses  the arena of a planned pool
     steps      predicted against measured, step by step
-    html       sections as one file: the only place that makes HTML, and escapes
+    html       sections as one file: the only module that makes HTML, and escapes text
     assets     page.css, page.js; d3 and Observable Plot with their licences
 
 Input: a `RunRecord`. Source of the design: ADR 18.

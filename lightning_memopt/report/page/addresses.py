@@ -11,13 +11,13 @@ from lightning_memopt.solvers.placement import buffers_of, place
 from lightning_memopt.units import format_nbytes
 
 MOST = 1500
-"""The most buffers that are drawn: the largest ones by bytes and time."""
+"""Maximum number of buffers that are drawn: the largest ones by bytes times lifetime."""
 _SECONDS = 2.0
-"""The most seconds that addresses of a plan file are searched for."""
+"""Maximum number of seconds for the search for addresses for a plan file."""
 
 
 def would_be(record: RunRecord) -> Arena | None:
-    """The arena that a planned pool would give the step of a plan; None where there is no plan, or no request."""
+    """The arena that a planned pool would give the step of a plan; None if there is no plan, or no request."""
     if record.graph is None or record.plan is None:
         return None
     if record.plan.addresses is not None:
@@ -43,21 +43,21 @@ def section(record: RunRecord) -> Section:
             return Section("arena", title, (why,), absent=True)
         arena = would_be(record)
     if arena is None:
-        return Section("arena", title, ("There is no plan whose requests could have addresses.",), absent=True)
+        return Section("arena", title, ("There is no plan, so requests have no addresses.",), absent=True)
     if not arena.placed:
         why = f"There is no arena: {arena.reason or 'no request of a step has an address'}."
         return Section("arena", title, (why,), absent=True)
     fragmentation = arena.arena_nbytes / arena.max_live_nbytes - 1 if arena.max_live_nbytes else 0.0
     lead = [
-        f"Each rectangle is a buffer: how long it lives, counted in requests of the step, and its addresses. The arena has "
-        f"{format_nbytes(arena.arena_nbytes)}; {format_nbytes(arena.max_live_nbytes)} are alive at one moment, so the "
-        f"fragmentation is {100 * fragmentation:.2f} %."
+        "Each rectangle is a buffer. Its width is its lifetime, counted in requests of the step; its height is its addresses. "
+        f"The arena has {format_nbytes(arena.arena_nbytes)}. At most {format_nbytes(arena.max_live_nbytes)} are live at one "
+        f"moment, so the fragmentation is {100 * fragmentation:.2f} %."
     ]
     if runs:
         lead.append(
             f"Measured: {arena.steps} steps were served from it, {arena.deviating} of them with requests that fell through. In "
             f"the last one, {arena.served} requests were served and {arena.fallen} fell through "
-            f"({format_nbytes(arena.fallen_nbytes)}). The arena and all beside it took at most "
+            f"({format_nbytes(arena.fallen_nbytes)}). The arena and all other memory together took at most "
             f"{format_nbytes(arena.reserved_nbytes)}."
         )
     else:

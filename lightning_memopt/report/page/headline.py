@@ -1,4 +1,4 @@
-"""The figures that a reader looks for first, and the rates of the run. Each says whether it was predicted or measured."""
+"""The most important figures, and the rates of the run. Each says whether it was predicted or measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_memopt.report.record import RunRecord
 from lightning_memopt.units import format_nbytes
 
 _WHY = {
-    "off": "nothing was done (MEMOPT_DISABLE, or a torch that was not tested): the run was the plain one",
+    "off": "the package did nothing (MEMOPT_DISABLE, or a torch that was not tested): the run was the plain one",
     "waiting": "no training step was seen",
     "observing": "the run ended while steps were still observed",
     "unplanned": "there is no plan",
@@ -19,24 +19,24 @@ _WHY = {
 
 WORDS = {
     "step": "the forwards, the backwards and the update that end with one optimizer.step()",
-    "budget": "the most bytes of the training device that a step may use, weights and all else included",
-    "peak": "the most bytes in memory at one moment of a step",
+    "budget": "the maximum bytes of the training device that a step may use, including weights and everything else",
+    "peak": "the maximum bytes in memory at one moment of a step",
     "saved tensor": 'a tensor that autograd keeps in forward, because backward reads it; in the pictures "feature maps"',
     "plan": "the decision for every saved tensor: to keep, rebuild or park it. Losses and gradients do not change",
-    "rebuild": "let go of a saved tensor in forward, and run its ops again just before backward reads it. That takes time",
+    "rebuild": "free a saved tensor in forward, and run its ops again just before backward reads it. That takes time",
     "park": "copy a saved tensor to the host or a disk, or compress it, and fetch it in backward",
     "op": "one operation of PyTorch, such as a matrix product",
-    "point": "one event of a step: an op ran, or autograd asked for a saved tensor, or let go of it",
+    "point": "one event of a step: an op ran, or autograd asked for a saved tensor, or released it",
     "observed step": "a training step that was recorded, op by op. Plans and predictions are made from it",
     "predicted": "computed from the observed step",
     "measured": "read from the allocator, or from a clock",
-    "proven": "a limit that no plan can go below, for the observed times",
+    "proven": "a lower limit that no plan can beat, for the observed times",
 }
 """Word -> what it means, as in docs/glossary.md."""
 
 
 def summary(record: RunRecord) -> str:
-    """What came of the run, in one sentence."""
+    """The result of the run, in one sentence."""
     plan = record.plan
     if plan is None:
         why = f" {record.reason[:1].upper()}{record.reason[1:]}." if record.reason else ""
@@ -50,14 +50,14 @@ def summary(record: RunRecord) -> str:
     share = 100 * plan.predicted.seconds / plan.step_seconds if plan.step_seconds else 0.0
     slower = f", {share:.1f} % of the time of the step's ops" if plan.step_seconds else ""
     return (
-        f"With the plan, a step needs {format_nbytes(after)} of memory at its peak ({how}) in the place of "
+        f"With the plan, a step needs {format_nbytes(after)} of memory at its peak ({how}) instead of "
         f"{format_nbytes(before)} (predicted): {saved:.0f} % less. That adds {ms(plan.predicted.seconds).text} to a step "
         f"(predicted{slower})."
     )
 
 
 def about(record: RunRecord) -> str:
-    """What the page is of."""
+    """What the page is about."""
     if record.phase == "file":
         return "This page shows what a plan file does to a training step."
     steps: Counter[str] = Counter()
@@ -67,7 +67,7 @@ def about(record: RunRecord) -> str:
     counted = f": {steps.total()} steps ({', '.join(said)})" if said else ""
     of_ranks = ""
     if record.ranks > 1:
-        of_ranks = f" It is of rank {record.rank} of {record.ranks}: the other ranks have peaks of their own, and no page."
+        of_ranks = f" It shows rank {record.rank} of {record.ranks}; the other ranks have their own peaks, and no page."
     return f"This page shows what a memory budget did to one training run on {record.device or 'a device'}{counted}.{of_ranks}"
 
 
@@ -91,7 +91,7 @@ def section(record: RunRecord) -> Section:
             ("peak with the plan", size(record.measured_peak_nbytes), "measured"),
             ("peak without a plan", size(plan.unmodified_peak_nbytes), "predicted"),
             ("extra time a step", ms(plan.predicted.seconds), "predicted"),
-            ("of it, recording and rebuilding itself", ms(plan.predicted.overhead_seconds), "predicted"),
+            ("part of it that the package's own work takes", ms(plan.predicted.overhead_seconds), "predicted"),
             (f"{least} adds less than", ms(plan.lower_bound_seconds), "proven for these op times"),
             ("step without a plan", ms(plan.step_seconds), "measured: seconds of its ops"),
             ("wall time of a step", ms(usual_seconds(record)), "measured: median, data loading included"),
@@ -156,13 +156,13 @@ def rates(record: RunRecord) -> Section:
         ("batch, samples a step", "samples_per_step"),
         ("samples a second", "samples_per_sec"),
         ("joules a sample", "joules_per_sample"),
-        ("most bytes reserved on the device", "peak_nbytes"),
+        ("maximum bytes reserved on the device", "peak_nbytes"),
         ("steps that were measured", "steps"),
     )
     rows = [(name, _rate(getattr(now, key), key), _rate(getattr(before, key, None), key)) for name, key in figures]
-    lead = [f"Measured in steady planned steps on {now.device}: nothing is recorded or verified in those."]
+    lead = [f"Measured in steady planned steps on {now.device}, in which nothing is recorded or verified."]
     if now.joules_per_sample is None:
-        lead.append("Energy was not measured: there is no counter, or no steady stretch was long enough.")
+        lead.append("Energy was not measured, because there is no counter, or no steady stretch was long enough.")
     elif now.approximate:
         lead.append("Joules were integrated from samples of the device's power.")
     grid = Grid("rates-all", "Rates", ("figure", "this run, measured", "without a plan, measured before"), rows, opened=True)

@@ -1,7 +1,7 @@
-"""Sections as one HTML file that needs nothing else: no network, no other file.
+"""Make one HTML file of sections. It needs no network and no other file.
 
-All text is escaped here. Data for the pictures is JSON in a script element that no browser runs, with every `<`, `>` and `&`
-as an escape of JSON, so that no name of a module can end the element.
+All text is escaped here. Data for the pictures is JSON in a script element that browsers do not run, with every `<`, `>` and
+`&` escaped as in JSON, so that no name of a module can end the element.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def asset(name: str) -> str:
 
 
 def embedded(value: object) -> str:
-    """JSON that may stand in a script element."""
+    """JSON that is safe inside a script element."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     for character, code in _ESCAPES.items():
         text = text.replace(character, code)
@@ -34,7 +34,7 @@ def embedded(value: object) -> str:
 
 
 def document(title: str, sections: Sequence[Section], foot: str) -> str:
-    """The page. `foot`: a line at its end."""
+    """The page. `foot`: its last line."""
     pictures = [picture for section in sections for picture in section.pictures]
     data = [{"kind": p.kind, "title": p.title, "data": p.data} for p in pictures]
     numbers = iter(range(len(pictures)))

@@ -1,7 +1,7 @@
 """Memory over the step, without a plan and with it, stacked by purpose.
 
-The axis of points is made shorter for the page: of many points in a row, the one with the most bytes stays, so that no
-maximum is lost. What is in memory at the peak is exact.
+The axis of points is shortened for the page: of several consecutive points, only the one with the most bytes is drawn, so that
+no maximum is lost. What is in memory at the peak is exact.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ MOST_POINTS = 500
 _MOST_TENSORS = 20
 
 MEANINGS = {
-    "outside the step": "there before the step and no part of it: the data set, another model",
+    "outside the step": "in memory before the step and not part of it: the data set, another model",
     "weights": "parameters and buffers",
     "optimizer state": "the optimizer's state",
     "inputs": "the batch",
     "gradients": "of the parameters",
     "feature maps": "saved tensors: autograd holds them until backward",
-    "held to rebuild": "not saved by autograd: rebuilds start from them",
+    "held to rebuild": "not saved by autograd, but held because rebuilds start from them",
     "fetched": "saved tensors that were parked and are in memory again",
     "encoded": "saved tensors in the form of a codec",
     "rebuilt": "saved tensors that were dropped and rebuilt",
     "generator states": "states of random generators, so that rebuilds draw the same numbers",
-    "in use": "temporaries, those of backward among them, and what the program itself holds at that moment",
-    "workspace": "what an op allocates beyond its outputs while it runs",
+    "in use": "temporaries, including those of backward, and what the program itself holds at that moment",
+    "workspace": "what an op allocates in addition to its outputs while it runs",
 }
 """Structure -> what it means, in the order in which the picture stacks them, from below."""
 
 
 def kept_points(totals: list[int], most: int = MOST_POINTS) -> list[int]:
-    """At most `most` points of an axis, with the first and the last: the largest one of each of equal parts of the axis."""
+    """At most `most` points of an axis: the first, the last, and the largest one of each of equal parts of the axis."""
     n = len(totals)
     if n <= most:
         return list(range(n))
@@ -58,7 +58,7 @@ def event(graph: Graph, schedule: Schedule | None, point: int) -> tuple[str, str
         made = max(op.outputs, key=lambda t: graph.tensors[t].nbytes, default=None)
         return f"{op.phase}: {op.name} runs", op.scope, _tensor(graph, made)
     tensor = graph.asked_at(point)
-    what = "backward asks for a saved tensor" if p.kind == "unpack" else "backward lets go of a saved tensor"
+    what = "backward asks for a saved tensor" if p.kind == "unpack" else "backward releases a saved tensor"
     again = [s.op for s in schedule.segments.get(point, ()) if isinstance(s, Rebuild)] if schedule is not None else []
     if again:
         names = ", ".join(dict.fromkeys(graph.ops[op].name for op in again[:4]))
@@ -76,16 +76,16 @@ def _tensor(graph: Graph, tensor: int | None) -> str:
 
 
 def section(record: RunRecord) -> Section:
-    """The section; its pictures are predictions for the observed step."""
+    """The section. Its pictures are predictions for the observed step."""
     graph, plan = record.graph, record.plan
     title = "Memory over the step"
     if graph is None or not graph.points:
         return Section("memory", title, ("No step was recorded, so there is nothing to draw.",), absent=True)
     lead: tuple[str, ...] = (
-        "The height is all that is in memory. The circle is the peak; the dashed line is the budget. Orange are the saved "
-        "tensors (feature maps): without a plan they pile up in forward, until backward has read them." + _with_plan(plan),
-        "Predicted, to the byte, from the observed step. From left to right are its points, in their order: each op, and each "
-        "moment when autograd asks for a saved tensor or lets go of it. Widths are no times.",
+        "The height is everything that is in memory. The circle is the peak; the dashed line is the budget. Saved tensors "
+        "(feature maps) are orange: without a plan they pile up in forward, until backward has read them." + _with_plan(plan),
+        "Predicted, to the byte, from the observed step. From left to right are the points of the step, in order: each op, and "
+        "each moment when autograd asks for a saved tensor or releases it. Distances along this axis do not show time.",
     )
     named: list[tuple[str, str, Graph, tuple[Life, ...]]] = [("before", "Without a plan", graph, unmodified(graph))]
     if plan is not None:
@@ -105,7 +105,7 @@ def section(record: RunRecord) -> Section:
         picture.data["budget"] = record.budget_nbytes
     if plan is not None and tops[-1] != plan.predicted_peak_nbytes:
         beside = plan.predicted_peak_nbytes - tops[-1]
-        lead += (f"Beside what the picture shows, the plan counts {format_nbytes(beside)} that are held outside of the step.",)
+        lead += (f"The plan also counts {format_nbytes(beside)} outside of the step, which the picture does not show.",)
     shown = {s["name"] for picture in pictures for s in picture.data["series"]}
     rows: Rows = [[name, meaning] for name, meaning in MEANINGS.items() if name in shown]
     meanings = Grid("purposes", "What the colours mean", ("purpose", "is"), rows, printed=True)
@@ -113,10 +113,10 @@ def section(record: RunRecord) -> Section:
 
 
 def _with_plan(plan: Plan | None) -> str:
-    """What a plan's picture shows instead."""
+    """The colours of the picture with the plan."""
     hows = {life.how for life in plan.lives} if plan is not None else set()
-    text = " Green are those that the plan rebuilds just before backward reads them." if "rebuild" in hows else ""
-    return text + (" Purple are those that it parks, when they are back." if "fetch" in hows else "")
+    text = " Those that the plan rebuilds just before backward reads them are green." if "rebuild" in hows else ""
+    return text + (" Those that it parked are purple when they are back in memory." if "fetch" in hows else "")
 
 
 def _drawn(

@@ -19,12 +19,12 @@ from lightning_memopt.units import format_nbytes
 _MOST_TENSORS = 12
 _MOST_MODULES = 1500
 _UNFOLDED = 24
-"""The most lines that are unfolded at first."""
+"""Maximum number of lines that are unfolded at first."""
 FATES = ("kept", "rebuilt", "parked", "there anyway")
-"""What becomes of a saved tensor. `there anyway`: the program itself holds it until backward asks for it."""
+"""The fates of a saved tensor. `there anyway`: the program itself holds it until backward asks for it."""
 _MEANINGS = {
     "kept": "stays in memory until backward has read it",
-    "rebuilt": "dropped in forward, its ops run again in backward",
+    "rebuilt": "dropped in forward; its ops run again in backward",
     "parked": "copied or compressed in forward, fetched in backward",
     "there anyway": "held by the program itself",
 }
@@ -32,7 +32,7 @@ _MEANINGS = {
 
 @dataclass
 class Figures:
-    """Of one module with all that is in it. Bytes and numbers are of tensors that autograd saves, by fate."""
+    """The figures of one module, including the modules inside it. Bytes and numbers are of saved tensors, by fate."""
 
     nbytes: Counter[str] = field(default_factory=Counter)
     tensors: Counter[str] = field(default_factory=Counter)
@@ -73,7 +73,7 @@ def figures(graph: Graph, plan: Plan, rates: MachineRates | None) -> dict[tuple[
 
 
 def fates(graph: Graph, plan: Plan) -> dict[int, str]:
-    """Saved tensor of the step that backward asks for -> its fate."""
+    """Saved tensor that backward asks for -> its fate."""
     hows: defaultdict[int, set[str]] = defaultdict(set)
     for life in plan.lives:
         hows[life.tensor].add(life.how)
@@ -109,7 +109,7 @@ def _trips(plan: Plan, graph: Graph, rates: MachineRates) -> dict[int, tuple[flo
 
 
 def _upwards(scope: str) -> list[tuple[str, ...]]:
-    """The paths of a module and of all that it is in, the model last. `h.3.mlp#1` is `h.3.mlp`."""
+    """The paths of a module and of all modules around it, the model last. `h.3.mlp#1` is `h.3.mlp`."""
     name = scope.partition("#")[0]
     path = tuple(name.split(".")) if name else ()
     return [path[:n] for n in range(len(path), -1, -1)]
@@ -124,17 +124,18 @@ def section(record: RunRecord) -> Section:
     except ConfigError:  # rates of another machine
         tree = figures(graph, plan, None)
     lead = [
-        "What becomes of the saved tensors of each module, with all that is in it. A full bar stands for all saved tensors of "
-        "the model. Milliseconds are what that adds to a step, predicted. Unfold a module to see what is in it."
+        "What the plan does with the saved tensors of each module, including the modules inside it. A full bar is all saved "
+        "tensors of the model. Milliseconds are the predicted time that this adds to a step. Unfold a module to see what is "
+        "inside it."
     ]
     if any(f.rebuild_seconds and not f.tensors["rebuilt"] for f in tree.values()):
-        lead.append("A module that runs again for others saves nothing: a tensor of another module is made from its result.")
+        lead.append('"runs again for others": the module saves nothing, but its result is needed to rebuild another tensor.')
     if plan.parks and record.rates is None:
-        lead.append("The rates of copies and codecs are not known here, so parked bytes have no milliseconds.")
+        lead.append("The rates of copies and codecs are not known, so parked bytes have no milliseconds.")
     depth = max((n for n in range(1, 20) if sum(len(path) <= n for path in tree) <= _MOST_MODULES), default=1)
     hidden = sum(len(path) > depth for path in tree)
     if hidden:
-        lead.append(f"{hidden} modules deeper than {depth} levels are in the figures of those above them, and have no line.")
+        lead.append(f"{hidden} modules deeper than {depth} levels have no line; the modules above them include their figures.")
     children: defaultdict[tuple[str, ...], list[tuple[str, ...]]] = defaultdict(list)
     for path in tree:  # in the order of the forward
         if path and len(path) <= depth:
@@ -192,7 +193,7 @@ def _branch(drawn: _Drawn, path: tuple[str, ...], name: str) -> Branch:
 
 
 def line(f: Figures) -> str:
-    """What becomes of a module's saved tensors, in one line."""
+    """What the plan does with a module's saved tensors, in one line."""
     seconds = {"rebuilt": f.rebuild_seconds, "parked": f.copy_seconds + f.codec_seconds}
     said = []
     for fate in FATES:

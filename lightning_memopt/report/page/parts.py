@@ -1,4 +1,4 @@
-"""What a page consists of: sections with pictures and tables. A section has text only; `html.py` escapes it."""
+"""The parts of a page: sections with pictures and tables. They are plain text, which `html.py` escapes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from lightning_memopt.units import format_nbytes
 
 
 class Cell(NamedTuple):
-    """A cell of a table: its text, and the exact number that the text rounds; None where the text is no number."""
+    """A cell of a table: its text, and the exact number that the text rounds; None if the text is not a number."""
 
     text: str
     value: float | None = None
 
 
 def size(nbytes: int | None, missing: str = "not measured") -> Cell:
-    """Bytes; `missing` where they are None."""
+    """Bytes; `missing` if they are None."""
     return Cell(missing) if nbytes is None else Cell(format_nbytes(nbytes), nbytes)
 
 
 def ms(seconds: float | None, missing: str = "not measured") -> Cell:
-    """Seconds, as milliseconds."""
+    """Seconds, shown as milliseconds."""
     if seconds is None:
         return Cell(missing)
     return Cell(f"{1e3 * seconds:,.3f} ms" if seconds < 0.01 else f"{1e3 * seconds:,.1f} ms", seconds)
@@ -44,8 +44,8 @@ class Grid:
     """A table.
 
     key: its id on the page.
-    opened: it is shown at once, and not behind its caption.
-    printed: it is unfolded on paper.
+    opened: whether it is shown at once, not folded behind its caption.
+    printed: whether it is unfolded when the page is printed.
     """
 
     key: str
@@ -58,7 +58,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawing by page.js. `kind`: which. `label`: what it shows, for those who do not see it. `data`: JSON."""
+    """A drawing by page.js. `kind`: which drawing. `label`: what it shows, for readers who cannot see it. `data`: JSON."""
 
     kind: str
     title: str
@@ -67,7 +67,7 @@ class Picture:
 
 
 class Card(NamedTuple):
-    """A figure that is shown large. `how`: how it is known."""
+    """A figure that is shown large. `how`: whether it was predicted, measured or proven."""
 
     name: str
     cell: Cell
@@ -78,7 +78,7 @@ class Card(NamedTuple):
 class Branch:
     """A node of a tree that can be folded: a line, tables below it, and nodes below it.
 
-    shares: name -> length in a bar before the line; 1 is the whole width. `opened`: it is not folded at first.
+    shares: name -> length in a bar before the line; 1 is the whole width. `opened`: whether it is unfolded at first.
     """
 
     title: str
@@ -94,10 +94,10 @@ class Section:
     """A part of the page with a heading.
 
     lead: paragraphs.
-    alarms: paragraphs that must be seen.
-    legend: (class of the colour, what it stands for), before the tree.
-    tree: between pictures and tables.
-    absent: there is nothing to show; the lead says why.
+    alarms: paragraphs that are highlighted.
+    legend: (class of the colour, what it means), shown before the tree.
+    tree: shown between pictures and tables.
+    absent: whether there is nothing to show; the lead says why.
     """
 
     key: str

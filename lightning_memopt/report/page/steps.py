@@ -11,7 +11,7 @@ from lightning_memopt.units import format_nbytes
 
 
 def usual_seconds(record: RunRecord) -> float | None:
-    """The median wall time of a planned step, without the first two (verification, warm-up); None where there are no more."""
+    """The median wall time of planned steps without the first two (verification, warm-up); None if there are no others."""
     times = [s.seconds / s.steps for s in record.steps if s.kind == "planned" and s.seconds is not None]
     return median(times[2:]) if len(times) > 2 else None
 
@@ -22,18 +22,18 @@ def section(record: RunRecord) -> Section:
         return Section("steps", title, ("A plan file has no measured steps: those are in the record of a run.",), absent=True)
     if not steps:
         return Section("steps", title, ("No step of this run has ended.",), absent=True)
-    lead = ["Dots are the peaks that the allocator measured, step by step; the lines are what was predicted."]
+    lead = ["Dots are the measured peaks, step by step; lines are the predicted ones."]
     pairs = [(s.measured_nbytes, s.predicted_nbytes) for s in steps if s.kind == "planned"]
     errors = [m / p - 1 for m, p in pairs if m is not None and p]
     if errors:
         worst = max(errors, key=abs)
-        lead.append(f"The largest difference between both is {100 * worst:+.2f} %, of {len(errors)} that are known.")
+        lead.append(f"The largest of {len(errors)} known differences between the two is {100 * worst:+.2f} %.")
     if any(s.kind == "observed" for s in steps):
         lead.append("Observed steps, from which the plan was made, have no prediction.")
     merged = sum(s.steps > 1 for s in steps)
     if merged:
-        lead.append(f"{merged} dots and rows are several steps: their peak is the largest one, their time the mean.")
-    lead.append("Times are wall time from the end of one step to the end of the next: loading data and validation are in them.")
+        lead.append(f"{merged} dots and rows combine several steps: their peak is the largest, their time the mean.")
+    lead.append("Times are wall time from the end of one step to the end of the next, including data loading and validation.")
     first, rows, data = 1, [], []
     for step in steps:
         seconds = None if step.seconds is None else step.seconds / step.steps

@@ -1,4 +1,4 @@
-"""Compute and copies over time, and what compute waits for: the three clocks of `plan/clocks.py`, as predicted."""
+"""Compute and copies over time, and the waits of compute: the three clocks of `plan/clocks.py`, as predicted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_memopt.report.page.parts import Grid, Picture, Rows, Section, cou
 from lightning_memopt.report.record import RunRecord
 
 MOST = 1500
-"""The most intervals that are drawn."""
+"""Maximum number of intervals that are drawn."""
 _LANES = {"compute": "compute", "out": "copies out", "in": "copies in"}
 _MOST_WAITS = 20
 
@@ -23,7 +23,7 @@ def section(record: RunRecord) -> Section:
         return Section("timeline", title, ("There is no plan.",), absent=True)
     parks = plan.parks
     if parks and record.rates is None:
-        why = "The plan parks tensors. How long that takes is not known: a plan file has no rates of copies and codecs."
+        why = "The plan parks tensors. How long that takes is not known, because a plan file has no rates of copies and codecs."
         return Section("timeline", title, (why,), absent=True)
     try:
         log, moved = intervals(graph, plan.lives, lower(graph, plan.lives), record.rates)
@@ -35,11 +35,11 @@ def section(record: RunRecord) -> Section:
         f"What the device does from the beginning to the end of a step, predicted from the observed times of the ops{rates}."
     ]
     if any(i.what == "rebuild" for i in log):
-        lead.append("Green is compute that the plan adds: saved tensors are rebuilt, so their ops run a second time.")
+        lead.append("Compute that the plan adds is green: saved tensors are rebuilt, so their ops run a second time.")
     if not parks:
         lead.append("This plan parks nothing, so nothing is copied, and nothing waits for a copy.")
     elif not moved.stall_seconds:
-        lead.append("No op waits for a copy: all of them are hidden behind compute.")
+        lead.append("No op waits for a copy: all copies are hidden behind compute.")
     log = [interval for interval in log if interval.ends > interval.begins]
     drawn = merged(graph, log)
     hidden = len(log) - sum(n for _, n in drawn)
@@ -71,8 +71,8 @@ def section(record: RunRecord) -> Section:
 
 
 def merged(graph: Graph, log: Sequence[Interval], most: int = MOST) -> list[tuple[Interval, int]]:
-    """(interval, of how many it consists), at most `most`: neighbours of one module, then of one kind, become one. What does
-    not fit even then is left out, the shortest first.
+    """(interval, number of intervals merged into it), at most `most`. Neighbours of one module, then of one kind, are merged.
+    If there are still too many, the shortest are left out.
     """
 
     def module(i: Interval) -> object:
@@ -90,7 +90,7 @@ def merged(graph: Graph, log: Sequence[Interval], most: int = MOST) -> list[tupl
 
 
 def _joined(drawn: list[tuple[Interval, int]], key: Callable[[Interval], object]) -> list[tuple[Interval, int]]:
-    """Neighbours that touch, of the same lane, kind and key, as one."""
+    """The intervals, with adjacent ones of the same lane, kind and key merged."""
     last: dict[str, int] = {}
     result: list[tuple[Interval, int]] = []
     for interval, n in drawn:

@@ -80,7 +80,7 @@ def test_what_explain_names_is_there(tmp_path: Path, capsys: pytest.CaptureFixtu
     capsys.readouterr()
     assert main(["explain", first]) == 0
     text = capsys.readouterr().out
-    assert f": {1e3 * plan.predicted.extra_seconds:.2f} in the place of" in text
+    assert f": {1e3 * plan.predicted.extra_seconds:.2f} instead of" in text
     size = re.search(r"`offload='disk'` lowers the smallest budget by .* to ([\d.]+ \w+)[;.]", text)
     assert size is not None, text
     budget = f"{float(size[1].split()[0]) + 0.01:.2f}{size[1].split()[1]}"  # the page rounds

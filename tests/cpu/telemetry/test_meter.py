@@ -185,7 +185,7 @@ def test_rates_in_a_file(tmp_path: Path) -> None:
         older |= {"schema": 1, "peak_bytes": older.pop("peak_nbytes")}
         (tmp_path / "older.json").write_text(json.dumps(older))
         assert read_throughput(tmp_path / "older.json") == rates
-    assert "about 0.25 J/sample (the whole device, whoever uses it)" in RATES.text(), "O3"
+    assert "about 0.25 J/sample (the whole device, other programs included)" in RATES.text(), "O3"
 
 
 @pytest.mark.parametrize(

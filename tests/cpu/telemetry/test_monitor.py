@@ -346,7 +346,7 @@ def test_no_logger_one_line(caplog: pytest.LogCaptureFixture, clock: Clock) -> N
     with caplog.at_level("INFO"):
         fit("auto", Timed, task={"clock": clock}, callbacks=lambda: [MemOptMonitor()], log_every_n_steps=2)
     (line,) = [record.getMessage() for record in caplog.records if "samples/s" in record.getMessage()]
-    assert line.startswith("MemOpt: 11 steps on cpu; ") and "J/sample (the whole device, whoever uses it)" in line, "O3"
+    assert line.startswith("MemOpt: 11 steps on cpu; ") and "J/sample (the whole device, other programs included)" in line, "O3"
     caplog.clear()
     with caplog.at_level("INFO"):
         fit("auto", Timed, task={"clock": clock}, callbacks=lambda: [MemOptMonitor(verbose=False)])
