@@ -1,7 +1,7 @@
 """Register the strategies without importing Lightning: now if it is loaded, else right after it is imported.
 
-`lightning` and `pytorch_lightning` are the same code under two names, with classes and registries of their own. Also here: for
-which of the two a public name is meant, and which extra is missing if neither is installed.
+`lightning` and `pytorch_lightning` are the same code under two names, each with its own classes and registries. This module
+also decides for which of the two a public name is, and which extra is missing if neither is installed.
 """
 
 from __future__ import annotations

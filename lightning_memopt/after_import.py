@@ -1,4 +1,4 @@
-"""Run a function right after a module was imported, or now if it is imported already."""
+"""Run a function right after a module is imported, or now if it has been imported."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 def after_import(target: str, then: Callable[[], None]) -> None:
-    """Call `then` now if the module `target` is imported, else once, right after it is. The same call may be repeated."""
+    """Call `then` now if the module `target` has been imported, else once right after its import. May be repeated."""
     if target in sys.modules:
         then()
     elif not any(isinstance(f, _AfterImport) and (f.target, f.then) == (target, then) for f in sys.meta_path):

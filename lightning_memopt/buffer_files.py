@@ -1,4 +1,4 @@
-"""Buffers as CSV files, for `memopt place`: `id,lower,upper,size`, and `offset` where they are placed."""
+"""Buffers as CSV files, for `memopt place`: `id,lower,upper,size`, and `offset` once they are placed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_FILE_NBYTES = 1 << 28
 
 
 def read_buffers(path: str | Path) -> list[Buffer]:
-    """The buffers of a file, in its order. The columns may be in any order; lines without text are passed over.
+    """The buffers of a file, in its order. The columns may be in any order; blank lines are skipped.
 
     Raises PlacementError, with the number of the line, for a row that is not a buffer.
     """
@@ -56,7 +56,7 @@ def _buffers(rows: Iterator[list[str]], path: str) -> Iterator[Buffer]:
         named = dict(zip(header, cells, strict=True))
         buffer = Buffer(named["id"], *(_number(named[column], column, where) for column in COLUMNS[1:]))
         if not buffer.id:
-            raise PlacementError(f"{where}: the id is empty; give every buffer an id of its own")
+            raise PlacementError(f"{where}: the id is empty; give every buffer its own id")
         if buffer.id in lines:
             raise PlacementError(
                 f"{where}: the id {buffer.id} is that of line {lines[buffer.id]}, too; give every buffer its own"
@@ -64,7 +64,7 @@ def _buffers(rows: Iterator[list[str]], path: str) -> Iterator[Buffer]:
         if buffer.upper <= buffer.lower:
             raise PlacementError(
                 f"{where}: upper {buffer.upper} is not above lower {buffer.lower}. Lifetimes are half-open: for a buffer that "
-                "is alive at one moment only, give upper = lower + 1"
+                "is live at only one moment, give upper = lower + 1"
             )
         if buffer.size <= 0:
             raise PlacementError(f"{where}: size {buffer.size} is not positive; leave out buffers that have no bytes")
@@ -83,13 +83,13 @@ def _number(cell: str, column: str, where: str) -> int:
 
 
 def check_target(path: str | Path) -> None:
-    """Raise PlacementError if `write_placed` could not write there: asked before a long search, not after it."""
+    """Raise PlacementError, before a long search rather than after it, if `write_placed` could not write there."""
     with _writing(path):
         files.check_target(Path(path))
 
 
 def write_placed(path: str | Path, buffers: Sequence[Buffer], offsets: Sequence[int]) -> None:
-    """Write buffers and offsets, whole or not at all. Raises PlacementError; a file that was there is unchanged then."""
+    """Write buffers and offsets, whole or not at all. If it raises PlacementError, an existing file is unchanged."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*COLUMNS, "offset"])

@@ -1,6 +1,6 @@
-"""The clocks of this process, as they are when the package is imported.
+"""The clocks of this process, taken when the package is imported.
 
-A script or test that replaces a clock of the module `time`, say by a list of as many readings as it needs, keeps its readings.
+If a script or test replaces a clock of the module `time`, say by a fixed list of readings, this package uses up none of them.
 """
 
 from time import monotonic, perf_counter, process_time, thread_time

@@ -12,7 +12,7 @@ from lightning_memopt.plan.forms import LOSSY
 from lightning_memopt.plan.model import Objective
 from lightning_memopt.units import parse_budget
 
-if TYPE_CHECKING:  # a launcher checks options in a process where the script is to import torch first
+if TYPE_CHECKING:  # a launcher checks options in a process whose script must be the first to import torch
     import torch
 
 
@@ -25,47 +25,47 @@ COMPRESS = ("none", "lossless", "lossy")
 
 @dataclass(frozen=True, kw_only=True)
 class MemOptConfig:
-    """The options: what a step may use, and by which means it is kept within that.
+    """The options: what a step may use, and by which techniques it is kept within that.
 
     Args:
         budget: bytes of the training device that a whole step may use: `"8GiB"`, `"8GB"`, `"80%"` or a float in (0, 1] of
             the device, an int of bytes, `"auto"` (90 % of the device) or `"min"` (the smallest plan within `max_slowdown`).
-        max_slowdown: for `budget="min"`: how many times as long as the unmodified step a planned step may take, as predicted,
-            with our own work for each op. 1.0: only plans that take no longer; `math.inf`: the smallest plan, however slow. The
-            smallest plans of our fifteen benchmark models take 1.4 to 2.6 times as long, so the default of 3.0 leaves them as
-            they are; beyond it, each byte less costs steps of many tiny ops a multiple of their time.
+        max_slowdown: for `budget="min"`: maximum predicted time of a planned step, including the package's own work, as a
+            multiple of the unmodified step's. 1.0: only plans that take no longer; `math.inf`: the smallest plan, however slow.
+            The smallest plans of our fifteen benchmark models take 1.4 to 2.6 times as long, so the default of 3.0 allows them.
+            Above it, steps of many tiny ops become several times slower for little memory.
         recompute: whether saved tensors may be dropped and rebuilt. False: no op runs twice. Then only `offload`, `compress`
             and `optimizer_in_backward` reduce memory, and observed steps use as much memory as without a plan.
         offload: where saved tensors may be parked until backward: `"none"`; `"disk"` (an unnamed temporary file, for any
             device, in the system's temporary directory or the given one: `"disk:/fast/nvme"`); `"host"` (page-locked memory,
             for CUDA devices); `"auto"` (`"host"` for CUDA devices, else `"none"`).
-        compress: `"none"`; `"lossless"`: boolean and ReLU masks are stored as one bit per value, gradients are unchanged;
+        compress: `"none"`; `"lossless"`: boolean and ReLU masks are stored as one bit per value, and gradients are unchanged;
             `"lossy"` also stores the inputs of convolutions and linear layers at 8 bits per value, which changes gradients; a
-            codec's name (`"block4"`, `"block6"`, ... `"block16"`, `"int8"`, `"int4"`) stores them in that codec; `"lossy"` is
-            `"block8"`.
+            codec's name (`"block4"`, `"block6"`, ... `"block16"`, `"int8"`, `"int4"`) stores these inputs by that codec
+            (`"lossy"` is `"block8"`).
         objective: what a plan within the budget minimises: measured time (`"throughput"`) or `"flops"`.
         optimizer_in_backward: whether each parameter is updated in backward as soon as its gradient is final, so that the
-            gradient is freed at once. `"never"`; `"auto"`: those that the budget needs, if that gives the same bits, else one
-            line says why not; `"always"`: all, and raises UpdatesInBackwardError if not. Nothing may read or write `p.grad`,
-            weights or the optimizer's state between that backward and `optimizer.step()`; after it, `p.grad` is None. Plain
-            loops must mark the last backward before a step by `with run.last_backward():`.
+            gradient is freed at once. `"never"`; `"auto"`: the parameters that the budget needs, if that gives the same bits;
+            otherwise one line says why not; `"always"`: all parameters, or UpdatesInBackwardError. Nothing may read or write
+            `p.grad`, weights or the optimizer's state between that backward and `optimizer.step()`; after it, `p.grad` is
+            None. Plain loops must mark the last backward before a step by `with run.last_backward():`.
         profile_steps: number of real training steps that are observed before the plan is solved.
-        solver_seconds: time limit of the planner, in seconds of CPU time, so that a busy machine gets the same plans. Once a
-            small plan is found, faster ones are sought for no longer than 50 unmodified steps take, or 1 second if it is more.
-        headroom: bytes of the budget that the plan leaves free, for memory that observed steps do not show.
+        solver_seconds: time limit of the planner, in seconds of CPU time, so that a busy machine gets the same plans. After a
+            small plan is found, the search for faster ones lasts at most as long as 50 unmodified steps, but at least 1 second.
+        headroom: bytes of the budget that the plan leaves free for memory that observed steps do not show.
         on_exceed: what to do if a planned step was measured above the budget, or no plan for a later step keeps it:
-            `"replan"` (put a smaller plan in force), `"warn"` or `"raise"`. Unless it is `"raise"`, the smallest plan is in
-            force if none keeps the budget.
-        plan: path of a plan file, which is in force from the first step: nothing is observed or solved.
-        pool: `"planned"`: tensors of a planned step get addresses in one arena, which are planned from the requests of the step
-            before (on CUDA: planned for each stream, not yet tried on a GPU). What differs from them is served by the ordinary
-            allocator, and counted. None: the ordinary allocator serves all.
-        compile: compile the model's repeated blocks with `torch.compile` (Inductor) while the run lasts, or the whole model if
-            it has none; a model that is compiled already stays as it is. Compiled code rounds otherwise than eager code.
+            `"replan"` (put a smaller plan in force), `"warn"` or `"raise"`. If no plan keeps the budget, the smallest plan is
+            in force, except with `"raise"`.
+        plan: path of a plan file, which is in force from the first step, so that nothing is observed or solved.
+        pool: `"planned"`: tensors of a planned step get addresses in one arena, which are planned from the requests of the
+            previous step (on CUDA: for each stream, not yet tried on a GPU). Requests that differ from the planned ones are
+            served by the ordinary allocator, and counted. None: the ordinary allocator serves all requests.
+        compile: compile the model's repeated blocks with `torch.compile` (Inductor) during the run, or the whole model if it
+            has none. A model that is already compiled stays as it is. Compiled code rounds differently from eager code.
         verify: compare rebuilt tensors bit by bit with the originals in observed steps, and by checksum in the first planned
             step.
-        report: path of a page, `"run.html"`, that is written when the run ends, also by an exception: one file for a browser,
-            with pictures and tables of what the plan did. The run's record, which `memopt report` reads, is put beside it
+        report: path of a page, `"run.html"`, that is written when the run ends, even by an exception: one file for a browser,
+            with pictures and tables of what the plan did. The run's record, which `memopt report` reads, is written next to it
             (`run.json`). None: nothing is written.
         verbose: log progress, and for Lightning, Fabric, Accelerate and Transformers the table when a run ends, by the logger
             `lightning_memopt`: to stderr, or to the program's own handlers.
@@ -96,7 +96,7 @@ class MemOptConfig:
             raise ConfigError(f"solver_seconds is {self.solver_seconds!r}; give a time limit above 0 seconds.")
         if not isinstance(self.max_slowdown, (int, float)) or not self.max_slowdown >= 1:
             raise ConfigError(
-                f"max_slowdown is {self.max_slowdown!r}; give a factor of the unmodified step's seconds, 1.0 or more "
+                f"max_slowdown is {self.max_slowdown!r}; give a multiple of the unmodified step's seconds, 1.0 or more "
                 "(math.inf: the smallest plan, however long it takes)."
             )
         if not isinstance(self.headroom, int) or isinstance(self.headroom, bool) or self.headroom < 0:
@@ -110,7 +110,7 @@ class MemOptConfig:
             raise ConfigError(f"offload is {self.offload!r}; use {', '.join(map(repr, OFFLOAD))} or 'disk:/a/directory'.")
         if colon and not directory:
             raise ConfigError(
-                f"offload is {self.offload!r}; name a directory behind the colon, or use 'disk' for the system's temporary one."
+                f"offload is {self.offload!r}; name a directory after the colon, or use 'disk' for the system's temporary one."
             )
         if self.compress not in (*COMPRESS, *LOSSY):
             raise ConfigError(f"compress is {self.compress!r}; use {', '.join(map(repr, (*COMPRESS, *LOSSY)))}.")
@@ -129,7 +129,7 @@ class MemOptConfig:
         if self.budget is None:
             raise BudgetError("The budget is None; give bytes like '8GiB', a share like '80%', 'auto' or 'min'.")
         if not self.smallest:
-            parse_budget(self.budget, 1 << 62)  # checks the form only; the device, and so the upper limit, is not known yet
+            parse_budget(self.budget, 1 << 62)  # checks only the form: the device, and so the upper limit, is not known yet
 
     @property
     def offload_to(self) -> tuple[str, str | None]:
@@ -146,13 +146,13 @@ class MemOptConfig:
         """The budget in bytes on this device; None for "min", the smallest plan."""
         if self.smallest:
             return None
-        from lightning_memopt.device.backends import backend_of  # torch is imported no earlier
+        from lightning_memopt.device.backends import backend_of  # imports torch, so not at the top
 
         return parse_budget(self.budget, backend_of(device).total_nbytes())
 
 
 class PlanOptions(TypedDict, total=False):
-    """The options of `MemOptConfig` without the budget, for functions that have an argument `budget` themselves."""
+    """The options of `MemOptConfig` without the budget, for functions that have their own argument `budget`."""
 
     max_slowdown: float
     recompute: bool
@@ -199,7 +199,7 @@ def changed(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_option_texts(cls: type[Decorated]) -> type[Decorated]:
-    """A class decorator: the texts of all options, as above, go first below `Args:` of the class docstring.
+    """A class decorator that puts the texts of all options above at the beginning of `Args:` in the class docstring.
 
     Command lines (LightningCLI) show these texts. Without docstrings (`python -OO`) it does nothing.
     """

@@ -1,8 +1,8 @@
-"""C++ sources of this package become shared libraries: built with an installed compiler on first use, then cached.
+"""Build C++ sources of this package as shared libraries, with an installed compiler, on first use, and cache them.
 
-A library lies in a folder of the user's cache that nobody else may write to. A checksum beside the library is compared before
-it is loaded, because loading an incomplete library would crash the process. Several processes may build at the same time: each
-builds in its own folder and renames it, and the first one stays.
+A library is in a folder of the user's cache that nobody else may write to. Before a library is loaded, its checksum is compared
+with the one stored next to it, because loading an incomplete library would crash the process. Several processes may build at
+the same time: each builds in its own folder and renames it, and the first one stays.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _LIMIT_SECONDS = 600
 
 
 class BuildError(MemOptError):
-    """The library cannot be built on this machine; the message says why. Callers catch it and do without.
+    """The library cannot be built on this machine; the message says why. Callers catch this error and use Python instead.
 
-    Remedy: install a C++ compiler (and CUDA's headers for its pool), or do nothing: Python runs in its place.
+    Remedy: install a C++ compiler (and CUDA's headers for its pool), or do nothing: Python runs instead.
     """
 
 
 def library(name: str, parts: Iterable[str], compile_to: Callable[[str, Path], None], announce: Callable[[], None]) -> Path:
     """The path of the library `name`, which is built first if it is missing or damaged. Raises BuildError.
 
-    parts: texts of everything that the library depends on, besides the compiler.
-    compile_to: compiles with the compiler at a path to a file. Raises BuildError.
-    announce: is called before a build.
+    parts: texts of everything that the library depends on, except the compiler.
+    compile_to: compiles with the compiler at a given path to a given file. Raises BuildError.
+    announce: called before a build.
     """
     compiler = compiler_path()
     folder = cache() / hashlib.sha256("\n".join([*parts, compiler]).encode()).hexdigest()[:32]

@@ -1,9 +1,9 @@
 """Every error that this package raises on purpose: one base class, one subclass for each cause.
 
-A message says what was wrong, with numbers, and what to do. If callers already catch a builtin exception for a cause
-(ValueError for a bad value, RuntimeError for a tensor that was modified in place), the subclass derives from that builtin too.
+A message says what was wrong, with numbers, and what to do. If callers usually catch a builtin exception for a cause
+(ValueError for a bad value, RuntimeError for a tensor that was modified in place), the subclass derives from that builtin, too.
 
-A class's docstring has the cause in its first line, and what to do after "Remedy:". docs/troubleshooting.md is made of both.
+A class's docstring has the cause in its first line, and what to do after "Remedy:". docs/troubleshooting.md is made from both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class BudgetError(MemOptError, ValueError):
 
 
 class InfeasibleError(MemOptError):
-    """No plan fits `budget_nbytes`; `smallest_nbytes` is the smallest budget that is known to suffice, None if unknown.
+    """No plan fits `budget_nbytes`; `smallest_nbytes` is the smallest budget known to be enough, None if unknown.
 
     Remedy: set the budget that the message names (`smallest_nbytes`), or make the batch smaller; offload, compression and early
     updates lower the smallest budget.
@@ -41,7 +41,7 @@ class InfeasibleError(MemOptError):
         budget_nbytes: int | None = None,
         ranks: tuple[int, ...] = (),
     ) -> None:
-        """`ranks`: the numbers of the ranks whose budget is too small, where all ranks raise this error together."""
+        """`ranks`: if all ranks raise this error together, the numbers of the ranks whose budget is too small."""
         super().__init__(message)
         self.smallest_nbytes = smallest_nbytes
         self.budget_nbytes = budget_nbytes
@@ -77,14 +77,14 @@ class ModifiedError(MemOptError, RuntimeError):
 
 
 class PlacementError(MemOptError, ValueError):
-    """Buffers that are to be placed, their file, or the request to place them are not valid.
+    """Buffers to be placed, their file, or the request to place them are not valid.
 
-    Remedy: correct the row that the message names; a buffer has a positive size, and an end after its begin.
+    Remedy: correct the row that the message names; a buffer has a positive size, and an end after its beginning.
     """
 
 
 class OrderingError(MemOptError, ValueError):
-    """Ops that are to be put in order, or the request to order them, are not valid.
+    """Ops to be put in order, or the request to order them, are not valid.
 
     Remedy: correct the op or the buffer that the message names.
     """
@@ -119,14 +119,14 @@ class UpdatesInBackwardError(UnsupportedError):
 
 
 class RankFailedError(MemOptError, RuntimeError):
-    """Another rank of the process group failed, or does not answer; the message names it and says why.
+    """Another rank of the process group failed or does not answer; the message names it and says why.
 
     Remedy: look at the first error of the rank that the message names; start all ranks again.
     """
 
 
 class AlreadyAttachedError(MemOptError):
-    """The model already belongs to an open run; close that one first.
+    """The model already belongs to an open run.
 
     Remedy: end the other run first (leave its block, or call its `close()`).
     """
@@ -156,7 +156,7 @@ class TierFullError(OffloadError):
 class EnergyUnavailableError(MemOptError):
     """The energy of a device cannot be measured; a meter turns it into a warning.
 
-    Remedy: install the extra "energy" and NVIDIA's driver; training goes on without.
+    Remedy: install the extra "energy" and NVIDIA's driver, or do nothing: training goes on without energy.
     """
 
 
@@ -171,7 +171,7 @@ EXTRAS = {
 
 
 class MissingExtraError(MemOptError, ImportError):
-    """A part of this package was asked for that needs a framework which is not installed; the message names the extra.
+    """A part of this package needs a framework that is not installed; the message names the extra.
 
     Remedy: install the extra that the message names.
     """
@@ -179,7 +179,7 @@ class MissingExtraError(MemOptError, ImportError):
 
 @contextlib.contextmanager
 def needing(extra: str, whose: str) -> Iterator[None]:
-    """Within, MissingExtraError is raised for a package that is not installed. `whose`: what needs it, as "Pictures need"."""
+    """Within, raise MissingExtraError for a package that is not installed. `whose`: what needs it, such as "Pictures need"."""
     try:
         yield
     except ModuleNotFoundError as error:

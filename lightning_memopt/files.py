@@ -1,4 +1,4 @@
-"""Files that this package writes: whole or not at all, and never in the place of a device, a pipe or a folder."""
+"""Write files whole or not at all, and never over a device, a pipe or a folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def check_target(path: Path) -> None:
-    """Raise OSError if no file could be written at `path`: asked before long work, not after it. A symlink is followed."""
+    """Raise OSError, before long work rather than after it, if no file could be written at `path`. Follows symlinks."""
     folder = path.parent
     if not folder.is_dir():
         raise OSError(errno.ENOENT, f"there is no folder {folder}")
@@ -21,12 +21,12 @@ def check_target(path: Path) -> None:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
         return
-    if not stat.S_ISREG(mode):  # to rename a file over /dev/null would take it from all processes
-        raise OSError(errno.EEXIST, "what is there is not a regular file")
+    if not stat.S_ISREG(mode):  # renaming a file over /dev/null would remove it for all processes
+        raise OSError(errno.EEXIST, "it exists and is not a regular file")
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Put `data` at `path` completely or not at all, for the owner only. Raises OSError; `path` is unchanged then.
+    """Write `data` to `path`, whole or not at all, readable only by the owner. If it raises OSError, `path` is unchanged.
 
     A symlink to a file is replaced, not followed.
     """

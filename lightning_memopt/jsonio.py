@@ -1,8 +1,8 @@
 """Read JSON files from anywhere safely, and write them completely or not at all. Never uses pickle.
 
 A plan, graph or profile may come from another machine or person, so a file is checked before it is used. `read` and `parse`
-accept a subset of JSON that every reader understands alike: UTF-8, an object at the top, no key twice in an object, no NaN or
-infinity, and limits on size, nesting and the length of a number. Everything else raises PlanFileError with the file, the
+accept a subset of JSON that all readers understand in the same way: UTF-8, an object at the top, no key twice in an object, no
+NaN or infinity, and limits on size, nesting and the length of a number. Everything else raises PlanFileError with the file, the
 position and the reason. `write` refuses what `read` would refuse.
 
 The checks of a valid file run at C speed. Only an invalid file is walked in Python (`_problems`), to find the position.
@@ -102,14 +102,14 @@ def parse(data: bytes | str, *, name: str = "the JSON text", max_nbytes: int = M
 
 
 def check_target(path: str | os.PathLike[str]) -> None:
-    """Raise PlanFileError if `write` could write no file there: asked before long work, not after it."""
+    """Raise PlanFileError, before long work rather than after it, if `write` could write no file there."""
     with writing(path):
         check_file(Path(path))
 
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Within, the file at `path` is written: what goes wrong becomes a PlanFileError."""
+    """A context for writing the file at `path`, in which errors become PlanFileErrors."""
     try:
         yield
     except (OSError, ValueError, TypeError) as error:
@@ -122,7 +122,7 @@ def write(
     """Write `obj` as JSON to `path`, atomically: readers find the old file or the new one, never a part of it.
 
     Only the owner may read and write the file (mode 0600). A symlink at `path` is replaced, not followed. Raises PlanFileError
-    if `read` would not accept `obj`, or if the file cannot be written; `path` is unchanged then.
+    if `read` would not accept `obj`, or if the file cannot be written; then `path` is unchanged.
     """
     name = _shown(path)
     separators = (",", ":") if indent is None else (",", ": ")

@@ -1,4 +1,4 @@
-"""The public classes for `import lightning`. Where only `lightning` is imported, `lightning_memopt` has the same."""
+"""The public classes for `import lightning`. If only `lightning` is imported, `lightning_memopt` has the same classes."""
 
 from lightning_memopt.integrations.lightnings import names_for
 

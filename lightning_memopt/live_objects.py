@@ -1,4 +1,4 @@
-"""The objects of some classes that Python's garbage collector knows, in all of the process."""
+"""Find all objects of some classes that Python's garbage collector knows in this process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ _COMMON = (tuple, dict, list, set, type, FunctionType, CellType, GetSetDescripto
 
 
 def live_objects(wanted: Callable[[type], bool]) -> list[Any]:
-    """All objects of the wanted classes. Not by `isinstance`, which asks the object: lazy ones would be initialised by that.
+    """All objects of the wanted classes. Does not use `isinstance`, which asks the object and would initialise lazy ones.
 
-    `gc.get_objects` refers to every object, also to a tuple that another thread is just filling. Python raises SystemError in
-    that thread if it goes on meanwhile, for it cannot resize a tuple that somebody has. So we hold no tuple while another
-    thread may run: one call of C code looks up all objects, goes through them in runs of one class, and leaves out the runs
-    whose class is common and not wanted.
+    `gc.get_objects` refers to every object, including a tuple that another thread is just filling. If that thread runs
+    meanwhile, Python raises SystemError in it, because it cannot resize a tuple that something else refers to. So we refer to
+    no tuple while another thread may run: one call of C code gets all objects, goes through them in runs of one class, and
+        drops
+    the runs whose class is common and not wanted.
     """
     nothing = {kind: () for kind in _COMMON if not wanted(kind)}
     or_nothing: Callable[..., Iterable[Any]] = nothing.get  # (class, run of objects) -> the run, or nothing
@@ -28,7 +29,7 @@ def live_objects(wanted: Callable[[type], bool]) -> list[Any]:
 
 
 class _Answers(dict[type, bool]):
-    """What `wanted` says of each class: asked once, so that the objects are gone through in C."""
+    """Class -> what `wanted` returns for it, called once per class, so that C code can go through the objects."""
 
     def __init__(self, wanted: Callable[[type], bool]) -> None:
         self._wanted = wanted

@@ -1,13 +1,15 @@
-"""What runs tell their user: the logger `lightning_memopt`, and the one door to it.
+"""Messages of runs to their user, through the logger `lightning_memopt`. Only this module uses that logger.
 
-Lines go to the handlers that the program has set up, for this logger or for the root logger. Where it has set up none, they go
-to stderr as they are, from INFO on: `logging` itself would show warnings only. Levels are those of `logging`:
-`logging.getLogger("lightning_memopt").setLevel(logging.WARNING)` silences runs, and `logging.DEBUG` adds how solvers get on.
+Lines go to the handlers that the program has set up, for this logger or for the root logger. If it has set up none, lines of
+level INFO or above are written to stderr (`logging` itself would show only warnings). Levels are those of `logging`:
+`logging.getLogger("lightning_memopt").setLevel(logging.WARNING)` silences runs, and `logging.DEBUG` adds the progress of
+solvers.
 
-A line is never glued to a progress bar. Bars of tqdm are cleared before it and drawn again below it, whichever handler writes.
-While `rich` draws, `sys.stderr` is its own, which prints above what it draws; so the name is looked up for every line.
+A line never ends up on the same line as a progress bar. Bars of tqdm are cleared before it and drawn again below it, whichever
+handler writes. While `rich` draws, it replaces `sys.stderr` by a stream that prints above its drawing, so `sys.stderr` is
+looked up for every line.
 
-What commands are asked for is printed to stdout and is no matter of this module, nor are warnings.
+Commands print their results to stdout without this module, and warnings do not go through it either.
 """
 
 from __future__ import annotations
@@ -20,17 +22,17 @@ LOGGER = logging.getLogger("lightning_memopt")
 
 
 def say(text: str) -> None:
-    """Tell the user a line, or several: where a run is, and what was decided."""
+    """Tell the user one or more lines about a run: its progress and its decisions."""
     _log(logging.INFO, text)
 
 
 def detail(text: str) -> None:
-    """A line for who asks for `logging.DEBUG`: how a solver gets on."""
+    """A line about the progress of a solver, shown with `logging.DEBUG`."""
     _log(logging.DEBUG, text)
 
 
 def silent(_: str) -> None:
-    """What `say` is on ranks and in runs that say nothing."""
+    """Used instead of `say` on ranks and in runs that say nothing."""
 
 
 def _log(level: int, text: str) -> None:
@@ -44,7 +46,7 @@ def _log(level: int, text: str) -> None:
 
 
 def _write(text: str) -> None:
-    """Write to what `sys.stderr` is now. Where that fails (it is closed, or a pipe that nobody reads), training goes on."""
+    """Write to the current `sys.stderr`. If that fails (it is closed, or a broken pipe), training goes on."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(f"{text}\n")
@@ -52,19 +54,19 @@ def _write(text: str) -> None:
 
 
 def _passes(level: int, text: str) -> bool:
-    """Whether the filters of the logger let a line pass. Without any no record is made: it would read the script's clock."""
+    """Whether the filters of the logger let a line pass. Without filters no record is made, which would read a clock."""
     return not LOGGER.filters or bool(LOGGER.filter(LOGGER.makeRecord(LOGGER.name, level, __file__, 0, text, (), None)))
 
 
 def _enabled_for_stderr(level: int) -> bool:
-    """Whether a line of this level is shown where the program has set up no handler."""
-    if LOGGER.level == logging.NOTSET and LOGGER.getEffectiveLevel() == logging.WARNING:  # nobody has set a level, either
+    """Whether a line of this level is shown if the program has set up no handler."""
+    if LOGGER.level == logging.NOTSET and LOGGER.getEffectiveLevel() == logging.WARNING:  # no level was set, either
         return level >= logging.INFO and level > LOGGER.manager.disable and not LOGGER.disabled
     return LOGGER.isEnabledFor(level)
 
 
 def _above_bars() -> contextlib.AbstractContextManager[None]:
-    """Within, the bars that tqdm draws on the terminal are away."""
+    """Within, the bars that tqdm draws on the terminal are cleared."""
     tqdm = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
     if tqdm is None or not getattr(tqdm, "_instances", ()):
         return contextlib.nullcontext()

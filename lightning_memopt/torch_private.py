@@ -1,7 +1,7 @@
-"""Every private name of torch that this package uses, with the reason. Open this file when the next version of torch comes.
+"""Every private name of torch that this package uses, with the reason. Check this file for each new version of torch.
 
-A name that the installed torch lacks raises UnsupportedError where it is used, not here; `missing()` lists all of them, and
-tests/cpu/record/test_torch_private.py says which.
+A name that the installed torch lacks raises UnsupportedError when it is used, not when this module is imported. `missing()`
+lists all such names, and tests/cpu/record/test_torch_private.py checks it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MISSING: list[str] = []
 
 
 def _named(path: str) -> Any:
-    """The object with this dotted name; where there is none, a function that says so."""
+    """The object with this dotted name. If there is none, a function that raises UnsupportedError."""
     module, _, names = path.partition(":")
     try:
         owner: Any = importlib.import_module(module)
@@ -50,7 +50,7 @@ def _named(path: str) -> Any:
 storage_id: Callable[[torch.Tensor], int] = _named("torch:_C._storage_id")  # which storage a tensor is on
 storage_use_count: Callable[[int], int] = _named("torch:_C._storage_Use_Count")  # who holds a storage besides the engine
 tensor_use_count: Callable[[torch.Tensor], int] = _named("torch:Tensor._use_count")  # whether autograd alone holds a gradient
-storage_address: Callable[[torch.UntypedStorage], int] = _named("torch:_C.StorageBase.data_ptr")  # and tells nobody
+storage_address: Callable[[torch.UntypedStorage], int] = _named("torch:_C.StorageBase.data_ptr")  # tells no listener
 storage_of_weak: Callable[[int], Any] = _named("torch:UntypedStorage._new_with_weak_ptr")  # the storage, while it lives
 free_weak: Callable[[int], None] = _named("torch:UntypedStorage._free_weak_ref")  # ends a weak reference
 conjugate: Callable[[torch.Tensor], torch.Tensor] = _named("torch:_conj")  # a saved view that is conjugate, made again
@@ -58,7 +58,7 @@ negative: Callable[[torch.Tensor], torch.Tensor] = _named("torch:_neg_view")  # 
 
 # -- dispatch ----------------------------------------------------------------------------------------
 
-no_dispatch_modes = _named("torch:_C._DisableTorchDispatch")  # our own ops are no ops of the step
+no_dispatch_modes = _named("torch:_C._DisableTorchDispatch")  # our own ops do not count as ops of the step
 no_torch_functions = _named("torch:_C.DisableTorchFunction")  # nor do users' subclasses see them
 below_autograd_keys = _named("torch:_C._AutoDispatchBelowAutograd")  # rebuilds record no history (R6)
 excluding_keys = _named("torch:_C._ExcludeDispatchKeyGuard")  # rebuilds run without autocast and vmap's random mode (R6)
@@ -69,7 +69,7 @@ dispatch_key = _named("torch:_C._dispatch_key_parse")  # keys that Python does n
 set_grad_enabled: Callable[[bool], None] = _named("torch:_C._set_grad_enabled")  # the grad mode of a call, without a context
 current_mode = _named("torch.utils._python_dispatch:_get_current_dispatch_mode")  # whether our mode is the innermost
 current_modes = _named("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")  # the modes that are on
-pop_mode = _named("torch.utils._python_dispatch:_pop_mode")  # our mode is entered beneath others, and left from there
+pop_mode = _named("torch.utils._python_dispatch:_pop_mode")  # to enter our mode beneath others, and to remove it from there
 push_mode = _named("torch.utils._python_dispatch:_push_mode")  # the same
 without_modes = _named("torch.utils._python_dispatch:_disable_current_modes")  # to look at tensors without being seen
 custom_op_of = _named("torch._library.custom_ops:_maybe_get_opdef")  # whether torch counts an op's writes before it runs
@@ -82,17 +82,17 @@ backward_keeps_graph: Callable[[], bool] = _named("torch:_C._autograd._get_curre
 current_node = _named("torch:_C._current_autograd_node")  # whether a node of a backward runs, or what comes after all nodes
 queue_callback = _named("torch.autograd:Variable._execution_engine.queue_callback")  # called when backward has run its nodes
 innermost_hooks = _named("torch:_C._autograd._top_saved_tensors_default_hooks")  # whether our hooks are the innermost
-hooks_are_enabled: Callable[[], bool] = _named("torch:_C._autograd._saved_tensors_hooks_is_enabled")  # may ours be entered
+hooks_are_enabled: Callable[[], bool] = _named("torch:_C._autograd._saved_tensors_hooks_is_enabled")  # may ours be used
 AUTOGRAD = _named("torch:_C._autograd")  # where functions of hooks are replaced (exposure.py, native.py)
-compilation = _named("torch._guards:CompileContext.try_get")  # what dynamo compiles in this thread: hooks that it traces rest
-functorch_level = _named("torch:_C._functorch.peek_interpreter_stack")  # whether a transform of torch.func is under way
+compilation = _named("torch._guards:CompileContext.try_get")  # whether dynamo compiles in this thread, when hooks are off
+functorch_level = _named("torch:_C._functorch.peek_interpreter_stack")  # whether a transform of torch.func runs
 without_functorch = _named("torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack")  # rebuilds inside of one
 
 # -- compilers, profilers, settings ------------------------------------------------------------------
 
-CHECKPOINT_TAG = "recompute"  # key in the meta of a joint graph's node: what the user's checkpointing says of it
+CHECKPOINT_TAG = "recompute"  # key in the meta of a joint graph's node: the policy of the user's checkpointing for it
 MUTATED_INPUT = "mutated_input"  # attribute of the description of a joint graph's result: into which input it is copied
-PARTITIONER_TAG = "partitioner_tag"  # key in the meta of a joint graph's node: is it of the forward or the backward
+PARTITIONER_TAG = "partitioner_tag"  # key in the meta of a joint graph's node: whether it is of the forward or the backward
 WRITES_INPUT = "must_be_in_forward"  # its value for a node at the end that writes a result of the forward to an input
 EVAL_FRAME = _named("torch:_C._dynamo.eval_frame")  # marks on code objects that keep dynamo away (uncompiled.py)
 COMPILED_FRAME = ("compile_wrapper", "torch._dynamo.eval_frame")  # function and module below which compiled code runs
@@ -100,8 +100,8 @@ KINETO_PROFILE = _named("torch.profiler.profiler:_KinetoProfile")  # torch.profi
 profiler_is_on: Callable[[], bool] = _named("torch:autograd._profiler_enabled")  # whose profiler it would be
 record_function = _named("torch:_C._profiler._RecordFunctionFast")  # marks ops in a profile of the allocator
 allocator_snapshot = _named("torch.cuda.memory:_snapshot")  # settings, segments and record of the caching allocator
-allocator_history = _named("torch.cuda.memory:_record_memory_history")  # what ops ask of it (trace/requests.py)
-WARNED_CAPTURABLE = "_warned_capturable_if_run_uncaptured"  # attribute of optimizers: with it, CUDA asks no option of a group
+allocator_history = _named("torch.cuda.memory:_record_memory_history")  # record of its requests (trace/requests.py)
+WARNED_CAPTURABLE = "_warned_capturable_if_run_uncaptured"  # attribute of optimizers: stops a check of options on CUDA
 CXX11_ABI: bool = _named("torch:_C._GLIBCXX_USE_CXX11_ABI")  # how the native allocator must be compiled
 JOIN_CONFIG = "_join_config"  # attribute of wrappers: whether some ranks may have no batch
 JOIN_DIVIDES = "_divide_by_initial_world_size"  # attribute of wrappers in `Join`: whether gradients are divided as without it
@@ -112,17 +112,17 @@ C: Any = _named("torch:_C")  # getters and setters of numeric settings, each by 
 
 
 _WALK_EVERY = 32
-"""After so many answers the modules are walked through anyway."""
+"""Number of calls after which the modules are visited in any case."""
 
 
-_values: Callable[[Any], Iterable[Any]] = methodcaller("values")  # the tables of a compiled module are no dicts
+_values: Callable[[Any], Iterable[Any]] = methodcaller("values")  # the tables of a compiled module are not dicts
 
 
 class Parameters:
-    """The parameters of a model, in the order of `model.parameters()`; one that two modules share is there twice.
+    """The parameters of a model, in the order of `model.parameters()`. One that two modules share is listed twice.
 
-    Each step asks which of them are trained. To walk through a thousand modules takes a millisecond, so that is done again only
-    where a module holds other modules than before; and once in a while, for tables that were replaced as a whole.
+    Each step asks which of them are trained. Visiting a thousand modules takes a millisecond, so this is done again only if a
+    module has other submodules than before, and once in a while in case a whole table was replaced.
     """
 
     def __init__(self, model: Any) -> None:
@@ -152,7 +152,7 @@ class Parameters:
 
     @property
     def device(self) -> torch.device | None:
-        """That of the first one, as `trained` has last seen them; None where there is none."""
+        """The device of the first parameter that `trained` last saw; None if there are no parameters."""
         for registered in self._registered:
             for p in registered.values():
                 if p is not None:
@@ -168,7 +168,7 @@ _FSDP2 = "torch.distributed.fsdp._fully_shard"
 
 
 UNIT_HOOKS = ("unshard", "wait_for_unshard", "reshard", "pre_backward", "post_backward", "finalize_backward")
-"""Methods of a unit in which its weights are gathered and let go of, and its gradients are reduced."""
+"""Methods of a unit in which its weights are gathered and freed, and its gradients are reduced."""
 COLLECTIVE_HOOKS = ("unshard", "post_backward")
 """Those of them that run a collective themselves."""
 GLOO_THREADS = "pt_gloo_runloop"
@@ -176,7 +176,7 @@ GLOO_THREADS = "pt_gloo_runloop"
 
 
 def unit_class() -> Any:
-    """The class whose methods gather the weights of a unit, let go of them, and reduce gradients: when weights come and go."""
+    """The class whose methods gather the weights of a unit, free them, and reduce gradients."""
     return _named(f"{_FSDP2}._fsdp_param_group:FSDPParamGroup")
 
 
@@ -186,8 +186,8 @@ def _state_of() -> Any:
 
 
 def fsdp_units(module: Any) -> list[Any]:
-    """The units of one module, of `unit_class()`; an empty list where it is not sharded by FSDP2."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)  # not imported: nobody has used it
+    """The units (`unit_class()`) of one module; an empty list if it is not sharded by FSDP2."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)  # if it is not imported, it is not used
     if kind is None or not isinstance(module, kind):
         return []
     state = _state_of()(module)
@@ -199,7 +199,7 @@ def fsdp_units(module: Any) -> list[Any]:
 
 
 def is_plainly_sharded(unit: Any) -> bool:
-    """Whether a unit is split over the processes of a mesh of one dimension, and its weights are gathered as they are."""
+    """Whether a unit is split over the processes of a 1-D mesh, and its weights are gathered unchanged."""
     mesh = _named(f"{_FSDP2}._fsdp_common:FSDPMeshInfo")
     parameters = unit.fsdp_params
     extended = any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in parameters)
@@ -208,7 +208,7 @@ def is_plainly_sharded(unit: Any) -> bool:
 
 
 def places_of_weights(unit: Any) -> list[tuple[Any, str]]:
-    """(module, name of its parameter) of every weight of a unit, also where modules share one."""
+    """(module, name of its parameter) of every weight of a unit, for each module that shares it."""
     infos = [p._module_info for p in unit.fsdp_params]
     shared = (zip(i.shared_modules, i.shared_param_names, strict=True) for i in infos)
     return [*((i.module, i.param_name) for i in infos), *(place for places in shared for place in places)]
@@ -221,7 +221,7 @@ def sharded_parameters(unit: Any) -> list[tuple[Any, Any, Any]]:
 
 
 def in_pipeline(model: Any) -> bool:
-    """Whether a module of the model belongs to a stage of a pipeline: a schedule runs its forwards before its backwards."""
+    """Whether a module of the model belongs to a stage of a pipeline, whose schedule runs several forwards before backwards."""
     base = _named("torch.distributed.pipelining.stage:_PipelineStageBase")
     stages = live_objects(lambda kind: base in kind.__mro__)
     modules = {id(module) for module in model.modules()}
@@ -239,7 +239,7 @@ def unsharded_parameter(parameter: Any) -> Any:
 
 
 def local_tensor(t: Any) -> Any:
-    """The part of a distributed tensor in this process; a tensor that is not distributed itself."""
+    """The part of a distributed tensor in this process; any other tensor unchanged."""
     return getattr(t, "_local_tensor", t)
 
 
@@ -247,22 +247,22 @@ _GRAD: Any = torch.Tensor.grad
 
 
 def gradient_of(t: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of a leaf, or of a tensor that retains it; None where there is none.
+    """The gradient of a leaf, or of a tensor that retains it; None if there is none.
 
-    Torch warns where `grad` of another tensor is read, and a model's parameters may be others: `torch.func.functional_call`
-    replaces them by whatever it is given.
+    Torch warns if `grad` of any other tensor is read, and a model's parameters may be such tensors:
+    `torch.func.functional_call` replaces parameters by whatever it is given.
 
-    A view of what has a history is not asked whether it is a leaf: torch answers under a lock of the view. Another thread may
-    have that lock and wait for Python's, because its ops are recorded.
+    `is_leaf` is not read for a view of a tensor with a history, because torch takes a lock of the view for that. Another thread
+    may have that lock and wait for Python's, because its ops are recorded.
 
-    Torch's own getter is asked: `grad` of a parameter may be a property that tells of reads (runtime/gradients.py).
+    It uses torch's own getter, because `grad` of a parameter may be a property that tells listeners (runtime/gradients.py).
     """
     try:
         base = t._base
         leaf = t.is_leaf if base is None or not base.requires_grad else False
         return _GRAD.__get__(t) if leaf or t.retains_grad else None
     except RuntimeError:
-        return None  # the user wrote into a view where torch forbids it: torch then raises at each use of autograd
+        return None  # the user wrote into a view where torch forbids it, after which each use of autograd raises
 
 
 # -- compiled regions --------------------------------------------------------------------------------
@@ -275,12 +275,12 @@ def inductor_config() -> Any:
 
 
 def autograd_config() -> Any:
-    """Settings of AOT autograd: `enable_autograd_cache`, with which it does not ask how to split a graph it knows."""
+    """Settings of AOT autograd: with `enable_autograd_cache`, it does not call the partitioner for a graph that it knows."""
     return _named("torch._functorch:config")
 
 
 def partitioner_class() -> Any:
-    """What a `custom_partitioner_fn` must be an instance of."""
+    """The class of which a `custom_partitioner_fn` must be an instance."""
     return _named("torch._inductor.custom_graph_pass:CustomPartitionerFn")
 
 
@@ -371,7 +371,7 @@ INDUCTOR_CODE = "torch._inductor.output_code"
 
 
 def wrapper_class() -> Any:
-    """What `torch.compile(module)` returns; None where dynamo was not imported."""
+    """The class of what `torch.compile(module)` returns; None if dynamo was not imported."""
     return _named(f"{DYNAMO}:OptimizedModule") if DYNAMO in sys.modules else None
 
 
@@ -381,30 +381,30 @@ def _backends() -> Any:
 
 
 def inductor_compiles() -> bool:
-    """Whether Inductor may compile in this process: it is imported, or will be by the first call of something compiled.
+    """Whether Inductor may compile in this process, because it is imported, or the first call of compiled code will import it.
 
-    Dynamo knows a backend then. (For what it never compiles, such as an optimizer's step, it notes None in the place of one.)
+    In the latter case dynamo knows a backend. (For code that it never compiles, such as an optimizer's step, it notes None.)
     """
     return INDUCTOR in sys.modules or (DYNAMO in sys.modules and any(map(callable, list(_backends().values()))))
 
 
 def inlining_code() -> Any:
-    """The code that dynamo compiles where it compiles the whole call of a module of torch.nn itself: one for all of them."""
+    """The code object that dynamo compiles for a whole call of any module of torch.nn itself."""
     return _named("torch._dynamo.external_utils:wrap_inline")(lambda: None).__code__
 
 
 def generated_code_class() -> Any:
-    """What Inductor makes of a graph; calling it runs the code (compiled_code.py)."""
+    """The class of what Inductor makes of a graph. A call of it runs the code (compiled_code.py)."""
     return _named(f"{INDUCTOR_CODE}:CompiledFxGraph")
 
 
 def split_by_cut(*arguments: Any, **options: Any) -> Any:
-    """The partitioner that Inductor has by default."""
+    """Inductor's default partitioner."""
     return _named("functorch.compile:min_cut_rematerialization_partition")(*arguments, **options)
 
 
 def split_in_place(*arguments: Any, **options: Any) -> Any:
-    """The partitioner that leaves each op where it stands."""
+    """The partitioner that leaves each op in its place."""
     return _named("functorch.compile:default_partition")(*arguments, **options)
 
 
@@ -414,18 +414,18 @@ def told_of_code(hook: Callable[[Any, Any], None]) -> Any:
 
 
 def compiled_codes() -> list[Any]:
-    """The code objects that dynamo has compiled, as far as they live."""
+    """The code objects that dynamo has compiled and that are still alive."""
     codes = (weak() for weak in _named("torch._dynamo.convert_frame:input_codes").seen)
     return [code for code in codes if code is not None]
 
 
 def compile_again(code: Any) -> None:
-    """Dynamo compiles a frame of this code anew when it runs next."""
+    """Make dynamo compile a frame of this code anew when it next runs."""
     _named("torch._dynamo.eval_frame:reset_code")(code)
 
 
 def unique_nodes(module: Any) -> None:
-    """Of nodes of a joint graph that compute the same, leave one, as torch's partitioner does first."""
+    """Merge nodes of a joint graph that compute the same, as torch's partitioner does first."""
     module.graph.eliminate_dead_code()
     module.graph = _named("torch._functorch.compile_utils:fx_graph_cse")(module.graph)
     module.recompile()
@@ -437,7 +437,7 @@ def _symbolic_shapes() -> Any:
 
 
 def hint_of(size: torch.SymInt) -> int | None:
-    """The value of a symbolic size for the batch that is compiled for, without a guard; None where it depends on values."""
+    """The value of a symbolic size for the batch being compiled, without a guard; None if it depends on values of tensors."""
     if not size.node.has_hint():
         return None
     shapes = _symbolic_shapes()
@@ -462,7 +462,7 @@ ATTRIBUTES: tuple[tuple[Any, str], ...] = (
     (torch.nn.parallel.DistributedDataParallel, "_get_ddp_logging_data"),  # the bytes of its buckets
     (torch.nn.Module, "_compiled_call_impl"),  # the seam at which calls of modules are seen (calls.py)
 )
-"""Private attributes that are read where they are needed: a function around each would cost a call an op."""
+"""Private attributes that are read directly where they are needed, because a function around each would cost a call per op."""
 
 
 def missing() -> list[str]:

@@ -1,4 +1,4 @@
-"""Bytes as people write them, and the memory this process may use on the CPU.
+"""Read and write amounts of bytes as people do, and find the memory that this process may use on the CPU.
 
 `parse_budget` turns text or a number into whole bytes, and `format_nbytes` turns bytes into text. `8GiB` is 2^30-based and
 `8GB` is 10^9-based. Amounts are computed as exact fractions and rounded down: a budget is never rounded up.
@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from lightning_memopt.errors import BudgetError, UnsupportedError
 
 Budget = int
-"""A budget after `parse_budget`, in whole bytes. `"min"` is not an amount of bytes; callers that accept it handle it before."""
+"""A budget after `parse_budget`, in whole bytes. `"min"` is not an amount of bytes; callers that accept it handle it first."""
 
 AUTO_FRACTION = Fraction(9, 10)
 """The share of the device's memory that `"auto"` means."""
@@ -86,7 +86,7 @@ def format_nbytes(nbytes: int) -> str:
 def host_memory_nbytes() -> int:
     """Bytes of memory this process may use on the CPU: the physical total, or its control group's limit if lower.
 
-    Raises UnsupportedError where the system does not say how much memory it has.
+    Raises UnsupportedError if the system does not say how much memory it has.
     """
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -122,7 +122,7 @@ def _amount(budget: object, given: str, device_nbytes: int) -> Fraction:
     if nbytes is not None:
         if nbytes <= 0:
             raise BudgetError(f"budget {given} is not positive; {ACCEPTED}")
-        if nbytes.bit_length() > 200:  # too long to print, and far too much
+        if nbytes.bit_length() > 200:  # too long to print
             raise BudgetError(f"budget {given} is above the device's {device_nbytes} bytes; {ACCEPTED}")
         return Fraction(nbytes)
     if isinstance(budget, bool) or not isinstance(budget, numbers.Real):
@@ -171,7 +171,7 @@ def _text_amount(budget: str, given: str, device_nbytes: int) -> Fraction:
             spellings, why = [f"{letter}iB"], "not a unit of bytes"
         choice = " or ".join(f"'{digits}{spelling}'" for spelling in spellings)
         raise BudgetError(f"budget {given}: {letter + unit[1:]} is {why}; write {choice}")
-    raise BudgetError(f"budget {given} has no unit that is known ('{unit}'); {ACCEPTED}")
+    raise BudgetError(f"budget {given} has an unknown unit ('{unit}'); {ACCEPTED}")
 
 
 def _article(noun: str) -> str:

@@ -1,4 +1,4 @@
-"""The versions of torch that rebuilding was tested on. With any other version nothing is patched or recorded."""
+"""The versions of torch with which rebuilding was tested. With other versions nothing is patched or recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TESTED = ((2, 11), (2, 15))
 
 
 def supported() -> bool:
-    """Whether the installed torch was tested; if not, warns once a process."""
+    """Whether the installed torch was tested; if not, warns once per process."""
     return _tested(str(torch.__version__))
 
 

@@ -2,6 +2,6 @@
 
 Input: a function that returns (model, optimizer, step), or a model of the zoo. Output: bench.json, bench.md, bench.svg and
 bench.png. Each row is one method within one budget: its peak by the native counter, extra FLOPs, paired ratios of step time,
-and whether loss, gradients and buffers are those of the unmodified step, bit by bit. A method that fails or refuses has its row
-with the reason. `command` is the door.
+and whether loss, gradients and buffers are those of the unmodified step, bit by bit. The row of a method that fails or refuses
+has the reason. `command` is the entry.
 """

@@ -1,8 +1,8 @@
 """`ckptplan` of PyPI: it profiles every block and selects, by dynamic programming, which blocks are checkpointed.
 
-Its `apply_plan` makes a new module that calls one block with the result of the one before, which is no model of a user. So the
-blocks that its plan selects are checkpointed where they are, by the call of torch that it makes itself. It measures the bytes
-of a block on CUDA alone; on the CPU they are what our meter has after the forward of the block beyond what it had before.
+Its `apply_plan` makes a new module that calls each block with the result of the previous one, which real models are not. So the
+blocks that its plan selects are checkpointed inside the model, by the torch function that it uses itself. It measures the bytes
+of a block only on CUDA; on the CPU our meter measures how many bytes are added by the forward of the block.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_memopt.native import counter
 
 
 class _Seen:
-    """The first call of every block in a step: its inputs, and the bytes that it left."""
+    """The first call of every block in a step: its inputs, and the bytes that it added."""
 
     def __init__(self, subject: Subject, blocks: list[nn.Module]) -> None:
         self.inputs: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
@@ -67,7 +67,7 @@ def by_ckptplan(subject: Subject, share: float) -> Iterator[Applied]:
     modules = blocks_of(subject)
     seen = _Seen(subject, modules)
     if idle := len(modules) - len(seen.inputs):
-        raise UnsupportedError(f"{idle} of {len(modules)} blocks did not run in a step. Give blocks that do.")
+        raise UnsupportedError(f"{idle} of {len(modules)} blocks did not run in a step. Give blocks that run.")
     declared = ckptplan.declare_blocks(subject.model, [(f"block{i}", block) for i, block in enumerate(modules)])
     profiles, note = _profiles(subject, declared, seen)
     whole = sum(profile.activation_bytes_estimate for profile in profiles)
@@ -90,7 +90,7 @@ def by_ckptplan(subject: Subject, share: float) -> Iterator[Applied]:
 
 
 def _profiles(subject: Subject, declared: Any, seen: _Seen) -> tuple[list[Any], str]:
-    """What ckptplan measures of each block by itself, and a note on what it did not measure."""
+    """ckptplan's measurements of each single block, and a note on what it did not measure."""
     import ckptplan
 
     profiles = []
@@ -110,4 +110,4 @@ def _profiles(subject: Subject, declared: Any, seen: _Seen) -> tuple[list[Any], 
         )
         for i, profile in enumerate(profiles)
     ]
-    return measured, "; bytes of blocks by our meter, because its profiler measures them on CUDA alone"
+    return measured, "; bytes of blocks by our meter, because its profiler measures them only on CUDA"

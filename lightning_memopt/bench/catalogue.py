@@ -1,6 +1,6 @@
 """The rows of a comparison: methods x budgets, and our plans at the peak of each other method.
 
-A budget is a share of what the unmodified step takes above the bytes that are there between steps. torch's
+A budget is a share of what the unmodified step takes above the bytes that are in memory between steps. torch's
 `activation_memory_budget` is a share of the same kind, and so is the target of ckptplan.
 """
 
@@ -64,14 +64,14 @@ TITLES = {
 }
 DEFAULT = tuple(name for name in TITLES if name != "ours-lossy")
 COMPILE = ("ours-inductor", "ours-compiled")
-"""Those of ours that compile."""
+"""Our methods that compile."""
 AT_PEAKS: dict[str, tuple[str, ...]] = {
     "ours": (),
     "ours-flops": (),
     **dict.fromkeys(COMPILE, ("torch-inductor",)),
     "ours-host": ("save-on-cpu", "streamed-offload"),
 }
-"""Those of ours that are also run at the peaks of other methods: at those of these ones; (): of all."""
+"""Our methods that also run at the peaks of other methods -> these other methods; (): all of them."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ class Spec:
 
     Args:
         method: a name of `TITLES`.
-        budget: what the row's budget is called; "" where the method takes none.
+        budget: name of the row's budget; "" if the method takes none.
         opening: opens the method on a subject.
-        at: label of the row whose peak the budget is; "" where it is none.
+        at: label of the row whose peak is the budget; "" if it is not a peak.
     """
 
     method: str
@@ -104,7 +104,7 @@ def share_of(text: str) -> float:
 
 
 def others(names: Sequence[str], budgets: Sequence[str]) -> Iterator[Spec]:
-    """The rows of the other methods, the unmodified step aside."""
+    """The rows of the other methods, without the unmodified step."""
     for name in names:
         if name in WHOLE:
             yield Spec(name, "", WHOLE[name])
@@ -117,7 +117,7 @@ def others(names: Sequence[str], budgets: Sequence[str]) -> Iterator[Spec]:
 
 
 def within(names: Sequence[str], budgets: Sequence[str], solver_seconds: float, activations_nbytes: int) -> Iterator[Spec]:
-    """Ours within the budgets. `activations_nbytes`: what the unmodified step takes above what is there between steps."""
+    """Our methods within the budgets. `activations_nbytes`: bytes of the unmodified step above those between steps."""
     for name in names:
         if name in OURS:
             for budget in budgets:
@@ -127,7 +127,7 @@ def within(names: Sequence[str], budgets: Sequence[str], solver_seconds: float, 
 def at_peaks(
     names: Sequence[str], rows: dict[str, dict[str, Any]], solver_seconds: float, activations_nbytes: int
 ) -> Iterator[Spec]:
-    """Ours at the peak of every other method that lowers it; once where several have the same peak."""
+    """Our methods at the peak of every other method that lowers it; only once if several have the same peak."""
     first: dict[int, str] = {}
     for label, row in rows.items():
         peak = row.get("peak_nbytes")

@@ -1,4 +1,4 @@
-"""The arguments of `memopt bench`, and what they ask for. Imports nothing heavy before it runs."""
+"""The command `memopt bench` and its arguments. Imports nothing heavy before it runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_memopt.errors import ConfigError, needing
 
 
 class _Defaults(NamedTuple):
-    """What is not given. On a GPU: less than eight minutes, with the row that is running when the limit is over."""
+    """Default arguments. On a GPU a run takes less than eight minutes, including the row that runs when time is up."""
 
     budgets: str
     solver_seconds: float
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--methods", default=None, help="names, with commas between them (default: all)")
     parser.add_argument("--rounds", type=int, default=None, help="pairs of steps that are timed for a row (default: 25)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--threads", type=int, default=1, help="of torch on the CPU (default: 1, which times steadiest)")
+    parser.add_argument("--threads", type=int, default=1, help="of torch on the CPU (default: 1, for steady times)")
     parser.add_argument(
         "--solver-seconds", type=float, default=None, help=f"limit of a solver (default: {_CPU.solver_seconds:.0f})"
     )
@@ -57,10 +57,10 @@ def run(args: argparse.Namespace, more: dict[str, Callable[..., Any]] | None = N
     """Compare, and print the page of Markdown.
 
     Args:
-        more: builders of models beside those of the zoo.
+        more: builders of models in addition to the zoo.
 
-    Returns 0, or 1 where the unmodified step of a model fails. Raises ConfigError or MissingExtraError before anything is
-    measured; where a function of the user's returns no training, before its model is.
+    Returns 0, or 1 if the unmodified step of a model fails. Raises ConfigError or MissingExtraError before anything is
+    measured, or, if a user's function does not return a training, before its model is measured.
     """
     import torch
 
@@ -118,7 +118,7 @@ def _budgets(text: str) -> tuple[str, ...]:
             share_of(budget)
         except ValueError:
             raise ConfigError(
-                f"--budgets: {budget!r} is no share. Give shares of what the step takes above what is resident: 60%,40%"
+                f"--budgets: {budget!r} is not a share. Give shares of what the step takes above what is resident: 60%,40%"
             ) from None
     return budgets
 

@@ -1,4 +1,4 @@
-"""Runs a comparison: every model, every method, every budget; a line of progress for each row, and its files at the end."""
+"""Run a comparison of every model, method and budget. Prints a line of progress for each row, and writes files at the end."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Asked:
     Args:
         models: names of models.
         methods: names of `catalogue.TITLES`.
-        budgets: shares of what the unmodified step takes above the bytes that are there between steps: "40%".
+        budgets: shares of what the unmodified step takes above the bytes that are in memory between steps: "40%".
         rounds: pairs of steps that are timed for a row.
         device: "cpu" or "cuda".
-        threads: of torch on the CPU; 0: as many as it takes by itself.
-        solver_seconds: limit of a solver.
+        threads: number of torch's threads on the CPU; 0: torch's default.
+        solver_seconds: time limit of a solver.
     """
 
     models: tuple[str, ...]
@@ -53,7 +53,7 @@ class Asked:
 
 
 class Stopwatch:
-    """Whether another row may begin. `limit_seconds`: of the whole run; None: no limit."""
+    """Decides whether another row may begin. `limit_seconds`: time limit of the whole run; None: no limit."""
 
     def __init__(self, limit_seconds: float | None) -> None:
         self._ends = None if limit_seconds is None else clocks.monotonic() + limit_seconds
@@ -66,7 +66,7 @@ class Stopwatch:
 
 
 class _Model:
-    """The rows of one model, as they come in."""
+    """The rows of one model, added as they are measured."""
 
     def __init__(self, name: str, build: Callable[[], Training], asked: Asked, results: Results, say: Say) -> None:
         self.name, self.build, self.asked, self.results, self.say = name, build, asked, results, say
@@ -74,14 +74,14 @@ class _Model:
         self.made: tuple[Subject, Reference] | None = None
 
     def built(self) -> tuple[Subject, Reference]:
-        """The training, built when the first row needs it, and again after a row that failed within."""
+        """The training, built when the first row needs it, and again after a row failed in it."""
         if self.made is None:
             subject = Subject(self.build, torch.device(self.asked.device))
             self.made = subject, Reference(subject)
         return self.made
 
     def run(self, stopwatch: Stopwatch) -> None:
-        """Measure every row that is not there yet, until the time is up."""
+        """Measure every row that was not measured yet, until the time is up."""
         if self.rows.get("unmodified", {}).get("state") != "measured":
             self.rows["unmodified"] = self._unmodified()
             self.results.write()
@@ -90,11 +90,11 @@ class _Model:
             return
         options = self.asked.solver_seconds, self.rows["unmodified"]["peak_nbytes"]
         self._each(list(catalogue.others(self.asked.methods, self.asked.budgets)), stopwatch)
-        self._each(list(catalogue.at_peaks(self.asked.methods, self.rows, *options)), stopwatch)  # what most want to know
+        self._each(list(catalogue.at_peaks(self.asked.methods, self.rows, *options)), stopwatch)  # most interesting, so first
         self._each(list(catalogue.within(self.asked.methods, self.asked.budgets, *options)), stopwatch)
 
     def _unmodified(self) -> Row:
-        """The row of the unmodified step; with the reason where the training cannot be built, or its step fails."""
+        """The row of the unmodified step, with the reason if the training cannot be built, or its step fails."""
         try:
             subject, reference = self.built()
             return reference.row(subject)
@@ -128,10 +128,10 @@ def run(
 
     Args:
         builders: name of a model -> a function that builds its training.
-        limit_seconds: no row begins later; a second run goes on.
+        limit_seconds: no row begins later; a second run continues.
         say: prints a line of progress.
 
-    Raises ConfigError if the file there is of other arguments. What fails in a row is in the row.
+    Raises ConfigError if the file there has other arguments. An error in a row is noted in the row.
     """
     install_native(say)  # before the machine says whether it has the native engine
     results = Results(folder / "bench.json", asked.as_json(), machine(asked.device), again)
@@ -141,12 +141,12 @@ def run(
             _Model(name, builders[name], asked, results, say).run(stopwatch)
             write_out(results, say)
     if stopwatch.left_out:
-        say(f"MemOpt: time is up: {stopwatch.left_out} rows or more are left; the same command goes on with them")
+        say(f"MemOpt: time is up: {stopwatch.left_out} rows or more are left; run the same command again to measure them")
     return results
 
 
 def write_out(results: Results, say: Say) -> None:
-    """The tables and pictures of what was measured, beside the file of results."""
+    """Write tables and pictures of what was measured, next to the file of results."""
     results.path.with_suffix(".md").write_text(tables.page(results.data), encoding="utf-8")
     try:
         from lightning_memopt.bench import picture
@@ -157,7 +157,7 @@ def write_out(results: Results, say: Say) -> None:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Where a comparison runs."""
+    """The machine on which a comparison runs."""
     backend = backend_of(torch.device(device))
     return {
         "torch": torch.__version__,
@@ -170,7 +170,7 @@ def machine(device: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _settings(asked: Asked) -> Iterator[None]:
-    """Deterministic algorithms where there are any, and the threads that were asked for; as before at the end."""
+    """Within, use deterministic algorithms where there are any, and the given number of threads."""
     threads, before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,7 +1,7 @@
-"""What people use to save memory in a training step, each as a context around its steps.
+"""Methods to save memory in a training step, each as a context around steps.
 
 Input: a subject. A method opens on it and gives an `Applied`: a context for a step with the method, and one for a step without,
-so that both kinds of steps alternate on one model. What cannot be applied raises UnsupportedError with the reason.
+so that both kinds of steps alternate on one model. A method that cannot be applied raises UnsupportedError with the reason.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Applied:
     Args:
         with_it: a context for steps with the method.
         without: a context for steps without it.
-        facts: what the method says of itself, for its row; asked after its steps.
-        extra_flops: FLOPs that it runs beyond those of a step; None: they are counted.
+        facts: returns what the method reports for its row; called after its steps.
+        extra_flops: FLOPs that it runs in addition to those of a step; None: they are counted.
         note: what a reader of the row must know.
     """
 
@@ -74,7 +74,7 @@ def blocks_of(subject: Subject) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def eagerly(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """The modules run as they are, though they are compiled in place."""
+    """Within, run the modules eagerly, although they are compiled in place."""
     code: list[tuple[Any, Any]] = [(module, vars(module).get("_compiled_call_impl")) for module in modules]
     for module, _ in code:
         module._compiled_call_impl = None
@@ -122,7 +122,7 @@ def by_transformers(subject: Subject) -> Iterator[Applied]:
     model: Any = subject.model
     if not hasattr(model, "gradient_checkpointing_enable"):
         raise UnsupportedError(
-            "the model is none of transformers: it has no gradient_checkpointing_enable(). Give one that has."
+            "the model is not one of transformers: it has no gradient_checkpointing_enable(). Give one that has."
         )
 
     @contextlib.contextmanager
@@ -142,10 +142,10 @@ def by_transformers(subject: Subject) -> Iterator[Applied]:
 
 
 def needs_a_host(subject: Subject) -> None:
-    """Raise UnsupportedError where the host's memory is the memory that is measured."""
+    """Raise UnsupportedError if the memory that is measured is the host's."""
     if on_host(subject.device):
         raise UnsupportedError(
-            "it copies between a CUDA device and the host, and here the host is measured. Run with --device cuda."
+            "it copies from a CUDA device to the host, but here the host is measured. Run with --device cuda."
         )
 
 
@@ -158,6 +158,6 @@ def save_on_cpu(subject: Subject) -> Iterator[Applied]:
 
 @contextlib.contextmanager
 def streamed_offload(subject: Subject) -> Iterator[Applied]:
-    """Offload as torchtune does it, written again in a few lines."""
+    """Offload as torchtune does it, reimplemented in a few lines."""
     needs_a_host(subject)
     yield Applied(lambda: StreamedOffload(subject.device), note="our few lines after torchtune's OffloadActivations")

@@ -1,6 +1,6 @@
 """Our own rows: `optimize` within a budget, as a user calls it, by engine and technique.
 
-A step without us is a step in `run.pause()`, on the same model.
+A step without the plan is a step in `run.pause()`, on the same model.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def planned(
     """The subject within a budget.
 
     Args:
-        native: by the native engine, else by the one in Python.
-        compiled: its user has compiled the model by Inductor.
-        options: of `MemOptConfig`.
+        native: whether to use the native engine, not the one in Python.
+        compiled: whether the user has compiled the model by Inductor.
+        options: options of `MemOptConfig`.
 
     Raises InfeasibleError if no plan keeps the budget, UnsupportedError if there is no plan for another reason.
     """
@@ -54,7 +54,7 @@ def planned(
             raise UnsupportedError(status.reason or f"{steps} steps gave no plan. Run `memopt plan` to see why.")
         if native and engine.loaded() is None:
             raise UnsupportedError(
-                "there is no native engine: no C++ compiler, or MEMOPT_NATIVE=0. Install or allow it; ours-python runs without."
+                "there is no native engine: no C++ compiler, or MEMOPT_NATIVE=0. Install or allow it, or use ours-python."
             )
 
         def facts() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A comparison as one figure: step time and extra FLOPs over the measured peak, a row for each model. Needs matplotlib."""
+"""Draw a comparison as one figure: step time and extra FLOPs over measured peak, one row per model. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AXES = (("cpu_ratio", "step time (CPU), x unmodified"), ("extra_flops", "extra 
 
 
 def draw(data: dict[str, Any], paths: Sequence[Path]) -> None:
-    """Write the figure to each path; its suffix says the format."""
+    """Write the figure to each path, in the format of its suffix."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

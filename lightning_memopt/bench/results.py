@@ -1,8 +1,8 @@
-"""The file of a comparison. It is written after each row, so a run that ended goes on where it was.
+"""The file of a comparison. It is written after each row, so that a later run continues one that ended early.
 
     {"format": "lightning_memopt.bench", "schema": 1, "asked": {...}, "machine": {...}, "models": {MODEL: {LABEL: ROW}}}
 
-`asked` and `machine` are what decides the rows and their numbers. A file of others is never gone on with.
+`asked` and `machine` decide the rows and their numbers. A file with other values of them is never continued.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Results:
     Args:
         path: the file; its folder is made.
         asked: the arguments, as JSON.
-        machine: where it runs, as JSON.
-        again: measure everything once more.
+        machine: the machine, as JSON.
+        again: whether to measure everything once more.
 
-    Raises ConfigError if the file is of other arguments or another machine, or is none of these files.
+    Raises ConfigError if the file has other arguments or another machine, or is not such a file.
     """
 
     def __init__(self, path: Path, asked: dict[str, Any], machine: dict[str, Any], again: bool = False) -> None:
@@ -58,13 +58,13 @@ class Results:
 
     @contextlib.contextmanager
     def running(self, model: str, label: str, method: str, budget: str) -> Iterator[None]:
-        """A row is being measured. If the process dies in it, the file says so, and the row is not begun again."""
+        """Within, a row is measured. If the process dies in it, the file says so, and the row is not measured again."""
         died = {"method": method, "budget": budget, "state": "died", "reason": "the process died in this row"}
         self.rows(model)[label] = died
         self.write()
         try:
             yield
-        except BaseException:  # an interrupt: the row was not at fault, and is measured in the next run
+        except BaseException:  # an interrupt is not the row's fault, so the next run measures it
             self.rows(model).pop(label, None)
             self.write()
             raise
@@ -72,11 +72,11 @@ class Results:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The content of a file of results. Raises ConfigError if it is none."""
+    """The content of a file of results. Raises ConfigError if it is not such a file."""
     try:
         data = jsonio.read(path)
     except ValueError as error:
         raise ConfigError(f"{path} cannot be read: {error}. Delete it, or give another --out.") from None
     if not isinstance(data, dict) or (data.get("format"), data.get("schema")) != (_FORMAT, _SCHEMA):
-        raise ConfigError(f"{path} is no file of `memopt bench` of schema {_SCHEMA}. Give another --out.")
+        raise ConfigError(f"{path} is not a file of `memopt bench` with schema {_SCHEMA}. Give another --out.")
     return data

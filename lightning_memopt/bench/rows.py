@@ -1,4 +1,4 @@
-"""One row of a comparison: a method on a subject, measured beside the unmodified step."""
+"""One row of a comparison: a method on a subject, measured against the unmodified step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONGEST_REASON = 300
 
 
 class Reference:
-    """The unmodified step: what every row is compared with.
+    """The unmodified step, with which every row is compared.
 
     repeats: whether two unmodified steps from the same state leave the same bits.
     """
@@ -47,7 +47,7 @@ class Reference:
 
 
 def measured(spec: Spec, subject: Subject, reference: Reference, rounds: int) -> Row:
-    """The row of this spec: measured, or with the reason why not. Only an interrupt ends it."""
+    """The row of this spec, with measurements, or with the reason why there are none. Only an interrupt raises."""
     row: Row = {"method": spec.method, "budget": spec.budget, "at": spec.at}
     began = perf_counter()
     try:
@@ -67,7 +67,7 @@ def measured(spec: Spec, subject: Subject, reference: Reference, rounds: int) ->
 
 
 def said(error: Exception) -> str:
-    """An error that is not ours, in one line."""
+    """An error of another library, in one line."""
     return f"{type(error).__name__}: {_line(error)}"
 
 
@@ -77,7 +77,7 @@ def _line(error: Exception) -> str:
 
 
 def _measured(applied: Applied, subject: Subject, reference: Reference, rounds: int) -> Row:
-    for _ in range(2):  # what is compiled, learned or cached in the first steps
+    for _ in range(2):  # the first steps compile, learn or cache
         _step(applied, subject.step)
     difference = _step(applied, subject.outcome).differs(reference.outcome)
     exact = f"differs: {difference}" if difference else "equal"
@@ -99,7 +99,7 @@ def _step(applied: Applied, call: Callable[[], Any]) -> Any:
 
 
 def _extra_flops(applied: Applied, subject: Subject, reference: Reference) -> float | None:
-    """As a share of the FLOPs of a step; None where the step has none that torch's counter knows."""
+    """Extra FLOPs as a share of those of a step; None if torch's counter knows no FLOPs of the step."""
     if not reference.flops:
         return None
     more = applied.extra_flops
@@ -107,7 +107,7 @@ def _extra_flops(applied: Applied, subject: Subject, reference: Reference) -> fl
 
 
 def _ratios(applied: Applied, subject: Subject, rounds: int) -> Row:
-    """Paired: each round has a step with the method and one without it; which of them is first alternates."""
+    """Ratios of paired steps: each round has a step with the method and one without it, in alternating order."""
     ratios: list[Seconds] = []
     for turn in range(rounds):
         took: dict[bool, Seconds] = {}

@@ -1,8 +1,8 @@
-"""Offload of all saved tensors through a stream of its own, after torchtune's `OffloadActivations`.
+"""Offload all saved tensors through a separate stream, after torchtune's `OffloadActivations`.
 
-Saved tensors of a CUDA device are copied to pinned host memory on a second stream; at most two copies are under way at once,
-which bounds the bytes that are there twice. Backward copies each back when it asks for it. torchtune also fetches ahead; these
-lines do not. Source: torchtune, `OffloadActivations` (2024).
+Saved tensors of a CUDA device are copied to pinned host memory on a second stream. At most two copies are under way at once,
+which bounds the bytes that are in memory twice. Each is copied back when backward asks for it. torchtune also fetches ahead;
+this code does not. Source: torchtune, `OffloadActivations` (2024).
 """
 
 from __future__ import annotations

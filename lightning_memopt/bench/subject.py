@@ -1,7 +1,8 @@
-"""The training step that is measured: what it leaves, its peak, its FLOPs and its time.
+"""The training step that is measured: its results, its peak, its FLOPs and its time.
 
-Input: a function that returns (model, optimizer, step), as `memopt plan` takes it. A step begins from the same state and seed
-wherever bits or peaks are compared: parameters, buffers and optimizer state are put back in place before it.
+Input: a function that returns (model, optimizer, step), as for `memopt plan`. Where bits or peaks are compared, each step
+    begins
+from the same state and seed: before it, parameters, buffers and optimizer state are restored in place.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Training:
     Args:
         model: the model whose calls are forwards.
         optimizer: its optimizer, or several.
-        step: runs one whole training step; what it returns is the loss, if that is a tensor.
+        step: runs one whole training step. If it returns a tensor, that is the loss.
         blocks: model -> the modules that checkpointing of blocks wraps; None: `repeated_blocks`.
     """
 
@@ -70,14 +71,14 @@ class Training:
 
 
 class Outcome(NamedTuple):
-    """What a step leaves: the loss (None where `step` returns none), gradients before the update, and buffers."""
+    """The results of a step: the loss (None if `step` returns none), gradients before the update, and buffers."""
 
     loss: torch.Tensor | None
     gradients: list[torch.Tensor | None]
     buffers: list[torch.Tensor]
 
     def differs(self, other: Outcome) -> str:
-        """What of this outcome has other bits than in the other one, with the largest difference; "" where nothing has."""
+        """The parts of this outcome whose bits differ from the other one's, with the largest difference; "" if none do."""
         parts: dict[str, list[Pair]] = {
             "loss": [(self.loss, other.loss)],
             "gradients": list(zip(self.gradients, other.gradients, strict=True)),
@@ -92,7 +93,7 @@ def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def _distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
-    """The largest difference, as a share of the largest value of `b`; infinite where they cannot be compared."""
+    """The largest difference, as a share of the largest value of `b`; infinite if they cannot be compared."""
     if a is None or b is None or a.shape != b.shape:
         return 0.0 if a is b else float("inf")
     if not b.numel():
@@ -102,18 +103,18 @@ def _distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
 
 
 class Seconds(NamedTuple):
-    """Of one step. `cpu`: of all threads of this process."""
+    """The time of one step. `cpu`: CPU time of all threads of this process."""
 
     wall: float
     cpu: float
 
 
 class Subject:
-    """A training that was built, and what can be measured of its step.
+    """A training that was built, and the measurements of its step.
 
     Args:
         build: returns a `Training`.
-        device: "cpu" or "cuda": whose memory is measured.
+        device: "cpu" or "cuda": the device whose memory is measured.
     """
 
     def __init__(self, build: Callable[[], Training], device: torch.device) -> None:
@@ -129,16 +130,16 @@ class Subject:
         self._state = [(t, t.detach().cpu().clone()) for t in self._tensors()]
 
     def blocks(self) -> list[nn.Module]:
-        """The modules that checkpointing of blocks wraps; empty where none are known."""
+        """The modules that checkpointing of blocks wraps; empty if none are known."""
         return (self.training.blocks or repeated_blocks)(self.model)
 
     def step(self) -> None:
-        """One whole step, as it is now."""
+        """Run one whole step from the current state."""
         loss = self.training.step()
         self.loss = loss.detach() if isinstance(loss, torch.Tensor) else None
 
     def restore(self) -> None:
-        """Put back what was there after the first two steps, in place, and the seeds."""
+        """Restore, in place, the state after the first two steps, and the seeds."""
         with torch.no_grad():
             for t, value in self._state:
                 t.copy_(value)
@@ -158,7 +159,7 @@ class Subject:
     # -- what is measured ------------------------------------------------------------------------------
 
     def outcome(self) -> Outcome:
-        """What a step from the same state leaves. Gradients are those that the first update sees."""
+        """The results of a step from the same state. Gradients are those that the first update sees."""
         gradients: list[torch.Tensor | None] = []
 
         def before_update(*_: Any) -> None:
@@ -183,7 +184,7 @@ class Subject:
         )
 
     def peak_nbytes(self) -> int:
-        """The most bytes of a step above those that were there before it, by the allocator."""
+        """Maximum bytes of a step above those in memory before it, by the allocator."""
         self.restore()
         self.loss = None
         gc.collect()
@@ -201,13 +202,13 @@ class Subject:
         return events.peak_nbytes
 
     def flops(self) -> int:
-        """FLOPs of a step, of the ops that torch's counter knows (matrix products, convolutions, attention)."""
+        """FLOPs of those ops of a step that torch's counter knows (matrix products, convolutions, attention)."""
         with FlopCounterMode(display=False) as counted:
             self.step()
         return int(counted.get_total_flops())
 
     def seconds(self) -> Seconds:
-        """Time of a step; on a GPU until the device is done."""
+        """Time of a step; on a GPU, until the device has finished."""
         self._synchronize()
         wall, cpu = perf_counter(), process_time()
         self.step()

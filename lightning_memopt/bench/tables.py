@@ -42,7 +42,7 @@ def page(data: dict[str, Any]) -> str:
 
 
 def summary(rows: Rows) -> list[str]:
-    """Each method beside ours at its peak, as a table, and where ours takes more."""
+    """A table of each method and ours at its peak, and the cases in which ours takes more."""
     short = beside_table(rows)
     return [*(["Each method, and the better of our plans at its peak:", "", *short, ""] if short else []), *verdict(rows)]
 
@@ -90,9 +90,9 @@ def _ratio(row: Row, key: str, spread: bool = False) -> str:
 class Beside(NamedTuple):
     """The other methods of a model, and our plans at the peak of each.
 
-    compared: label of another method -> its row, and the measured rows of ours at its peak, or else the refused ones.
-    left: labels of methods at whose peak no plan of ours was run.
-    high: labels of methods with no lower peak than the unmodified step.
+    compared: label of another method -> (its row, our measured rows at its peak, or the refused ones if none was measured).
+    left: labels of methods at whose peak none of our plans ran.
+    high: labels of methods whose peak is not lower than that of the unmodified step.
     """
 
     compared: dict[str, tuple[Row, list[Row]]]
@@ -101,7 +101,7 @@ class Beside(NamedTuple):
 
 
 def beside(rows: Rows) -> Beside:
-    """Which of our plans are at the peak of which other method of a model."""
+    """Match our plans to the other methods of a model at whose peaks they ran."""
     ours: dict[str, list[Row]] = {}
     for row in rows.values():
         if row.get("at"):
@@ -131,7 +131,7 @@ def beside_table(rows: Rows) -> list[str]:
 
 
 def verdict(rows: Rows) -> list[str]:
-    """Each case in which the better of our plans at the peak of another method takes more than that method."""
+    """The cases in which the better of our plans at the peak of another method takes more than that method."""
     compared, left, high = beside(rows)
     behind = [f"- {label}: {text}" for label, (row, mine) in compared.items() for text in _behind(row, mine)]
     lines = []
@@ -147,7 +147,7 @@ def verdict(rows: Rows) -> list[str]:
 
 
 def _extra_flops(row: Row) -> float:
-    """Of a row that has none: more than any."""
+    """The extra FLOPs of a row; infinite if it has none."""
     extra = row.get("extra_flops")
     return float("inf") if extra is None else float(extra)
 
@@ -157,7 +157,7 @@ def _median(key: str, row: Row) -> float:
 
 
 def _behind(row: Row, mine: list[Row]) -> list[str]:
-    """Sentences on what the best of ours at this peak does not beat."""
+    """Sentences on where our best plan at this peak is not better."""
     if mine[0]["state"] != "measured":
         return [f"ours {mine[0]['state']}: {mine[0]['reason']}"]
     said = []

@@ -104,7 +104,7 @@ class MemOptBatchScaler(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit" or disabled() or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        self._undo.close()  # the fit before may have ended without `teardown`
+        self._undo.close()  # the previous fit may have ended without `teardown`
         self.result, self._set = None, {}
         self._refuse(trainer, pl_module)
         strategy: Any = trainer.strategy
@@ -152,8 +152,8 @@ class MemOptBatchScaler(Callback):
             )
         if not module.automatic_optimization:
             raise UnsupportedError(
-                "MemOptBatchScaler cannot tell what a step is in manual optimization. Use find_max_batch_size with a step of "
-                "your own."
+                "MemOptBatchScaler does not know what a step is in manual optimization. Use find_max_batch_size with your own "
+                "step."
             )
         if "dataloader_iter" in inspect.signature(module.training_step).parameters:
             raise UnsupportedError(

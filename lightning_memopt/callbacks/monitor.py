@@ -46,7 +46,7 @@ class MemOptMonitor(Callback):
         save: path to write the throughput of this run to, as JSON. With `MEMOPT_DISABLE=1` it is that of the plain run.
         verbose: log the throughput at the end of training.
         timeline: write the memory of a step over time to every logger, in the first planned step and then in every 200th, or in
-            every one of this number (timeline.py has how each logger gets it).
+            every one of this number (timeline.py says how each logger gets it).
 
     Attributes:
         meter: the meter of the current or last fit; None before the first.
@@ -116,7 +116,7 @@ class MemOptMonitor(Callback):
         every, step = trainer.log_every_n_steps, lightning_private.batches_that_stepped(trainer)
         if self._timeline is not None:
             self._timeline.ended(trainer.loggers, step, _status(trainer))
-        if every and (step + 1) % every == 0:  # depends on the step alone, so that all ranks log in the same step
+        if every and (step + 1) % every == 0:  # depends only on the step, so that all ranks log in the same step
             self._log(trainer, step)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:

@@ -37,8 +37,8 @@ class _Ranks(Metric):
 class Reduction:
     """Turns a rank's lap into metrics of all ranks. All ranks must create it, and call it, together.
 
-    Each rank measures the energy of its devices. A device that several ranks share (also the processors of a host) counts once.
-    If one rank cannot measure an energy, or not any more, that energy is not reported.
+    Each rank measures the energy of its devices. A device that several ranks share (or the processors of a host) counts once.
+    If one rank cannot measure an energy, or no longer can, that energy is not reported.
 
     Args:
         world_size: number of ranks.

@@ -1,7 +1,7 @@
-"""The memory of one training step over time, in the logger of a Trainer: a picture, or numbers where there is none.
+"""The memory of one training step over time, in the logger of a Trainer: as a picture or, if that is not possible, as numbers.
 
-TensorBoard and what has its `add_image`: an image. Weights & Biases: an image by `log_image`. A logger with a folder
-(`CSVLogger`): `memory_timeline_STEP.csv` there, and a PNG beside it where matplotlib is installed.
+TensorBoard, and loggers with the same `add_image`: an image. Weights & Biases: an image by `log_image`. A logger with a folder
+(`CSVLogger`): `memory_timeline_STEP.csv` in that folder, and a PNG next to it if matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from lightning_memopt.telemetry.sampling import Sample, Sampler
 
 TAG = "memopt/memory_timeline"
 EVERY = 200
-"""Steps between two timelines, where the user names no number."""
+"""Default number of steps between two timelines."""
 _MIB = 2**20
 
 
 class Timeline:
-    """Samples a step of every `every`, the first planned step among them, and writes it to the loggers.
+    """Samples the first planned step and then every `every`-th step, and writes them to the loggers.
 
     Args:
-        every: steps.
-        attempt: calls a function, and warns under a name where it raises.
+        every: number of steps.
+        attempt: calls a function, and warns under a name if it raises an error.
     """
 
     def __init__(self, every: int, attempt: Callable[[str, Callable[[], object]], None]) -> None:
@@ -57,13 +57,13 @@ class Timeline:
             self._attempt(name, partial(write, logger, samples, step, status))
 
     def stop(self) -> list[Sample]:
-        """The samples of the step that is being sampled; empty where none is."""
+        """Stop sampling. Returns the samples of the step that was being sampled; empty if none was."""
         sampler, self._sampler = self._sampler, None
         return sampler.stop() if sampler is not None else []
 
 
 def _refuse() -> None:
-    raise UnsupportedError("nothing counts the bytes of this device. On the CPU, use a strategy of MemOpt, which begins to.")
+    raise UnsupportedError("nothing counts the bytes of this device. On the CPU, use a strategy of MemOpt, which counts them.")
 
 
 def write(logger: Any, samples: Sequence[Sample], step: int, status: RunStatus) -> None:
@@ -91,7 +91,7 @@ def _write_files(folder: Path, samples: Sequence[Sample], step: int, status: Run
     try:
         figure = _drawn(samples, step, status)
     except MissingExtraError:
-        return  # the numbers are there
+        return  # the numbers have been written
     figure.savefig(path.with_suffix(".png"), dpi=90)
 
 

@@ -1,4 +1,4 @@
-"""`MemOptCallback`: a memory budget for the strategy that a Trainer has already."""
+"""`MemOptCallback`: a memory budget for the strategy that a Trainer already has."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy")
 class MemOptCallback(Callback):
     """Keep the training steps of a Trainer within a memory budget, with the Trainer's own strategy.
 
-    The strategy gets a class that derives from its own class and from `MemOptMixin`, for the time of the fit.
+    During the fit, the strategy has a class that derives from its own class and from `MemOptMixin`.
 
     Args:
         budget: bytes of each device that a step may use, as for `MemOptConfig`.
@@ -45,7 +45,7 @@ class MemOptCallback(Callback):
         self._restore()
         if isinstance(trainer.strategy, MemOptMixin):
             raise ConfigError(
-                f"The Trainer has {type(trainer.strategy).__name__}, which keeps a budget by itself: leave MemOptCallback out, "
+                f"The Trainer has {type(trainer.strategy).__name__}, which keeps a budget itself. Leave MemOptCallback out, "
                 "or use another strategy."
             )
         strategies = part(trainer, "strategies")

@@ -24,7 +24,9 @@ from lightning_memopt.errors import ChainError, ConfigError, InfeasibleError, Me
 
 
 def _example(name: str) -> Any:
-    """A module of examples/: an installed wheel has that folder inside of the package, a clone has it beside the package."""
+    """A module of examples/. In an installed wheel, that folder is inside the package; in a clone, it is next to the
+    package.
+    """
     package = Path(__file__).parents[1]
     if (package / "examples").is_dir():
         return importlib.import_module(f"lightning_memopt.examples.{name}")
@@ -95,7 +97,7 @@ def _breakdown(args: argparse.Namespace) -> int:
     for axis, kind in ((1, "data structure"), (0, "layer")):
         print(breakdown.compared(peaks, axis, f"In memory at the peak, by {kind}", args.layers))
     saved = {name: breakdown.saved(graph, lives) for name, lives in policies.items()}
-    print(breakdown.compared(saved, 1, "What autograd saves, by what becomes of it"))
+    print(breakdown.compared(saved, 1, "What autograd saves, by what the plan does with it"))
     print(breakdown.compared({"all": saved["plan"]}, 0, "What autograd saves, by layer", args.layers))
     print(arena.picture(graph, plan.lives))
     if args.png:
@@ -158,21 +160,21 @@ def _place(args: argparse.Namespace) -> int:
     buffers = read_buffers(args.buffers)
     check_target(args.output)
     if not search.available():
-        print("memopt: nothing is searched, only best-fit is repeated: install a C++ compiler", file=sys.stderr)
+        print("memopt: there is no search, only repeated best-fit. Install a C++ compiler for the search", file=sys.stderr)
     placement = place(buffers, capacity, args.seconds)
     height, bound = placement.height_nbytes, placement.bound_nbytes
     if capacity is not None and height > capacity:
         longer = "" if capacity < bound else ", or more --seconds"
         raise InfeasibleError(
             f"{args.buffers}: no placement within {capacity} bytes after {placement.seconds:.1f} seconds. {bound} bytes are "
-            f"alive at one moment. The best height reached is {height}: use --capacity {height}{longer}.",
+            f"live at one moment. The best height reached is {height}: use --capacity {height}{longer}.",
             smallest_nbytes=height,
             budget_nbytes=capacity,
         )
     write_placed(args.output, buffers, placement.offsets)
     print(
         f"{args.output}: {len(buffers)} buffers in {height} bytes, {100 * placement.fragmentation:.4f} % above the "
-        f"{bound} bytes that are alive at one moment, in {placement.seconds:.1f} seconds"
+        f"{bound} bytes that are live at one moment, in {placement.seconds:.1f} seconds"
     )
     return 0
 
@@ -211,30 +213,30 @@ def parser() -> argparse.ArgumentParser:
         "--seconds",
         type=seconds_of,
         default=10.0,
-        help="limit of the search for what would help most (default: 10; 0: leave it out)",
+        help="time limit of the search for what would help most (default: 10; 0: no search)",
     )
     explain.set_defaults(run=_explain)
     report = commands.add_parser("report", help="a page with pictures and tables, from the record of a run or from a plan file")
-    report.add_argument("source", help="the record of a run, which report= writes beside its page (run.json), or a plan file")
+    report.add_argument("source", help="the record of a run, which report= writes next to its page (run.json), or a plan file")
     page = Path("report.html")
     report.add_argument("-o", "--output", type=ending(".html"), default=page, help=f"the page (default: {page})")
     report.add_argument(
-        "--solver-seconds", type=seconds_of, default=10.0, help="for a plan file: limit of the search for other plans; 0: none"
+        "--solver-seconds", type=seconds_of, default=10.0, help="for a plan file: time limit for other plans; 0: no search"
     )
     report.set_defaults(run=_report)
     breakdown = commands.add_parser(
-        "breakdown", help="bytes in memory at a plan's peak, by layer and by data structure, beside simpler policies"
+        "breakdown", help="bytes in memory at a plan's peak, by layer and by data structure, compared with simpler policies"
     )
     breakdown.add_argument("plan")
     breakdown.add_argument("--layers", type=int, default=12, help="rows for the largest layers (default: 12)")
     breakdown.add_argument("--png", type=ending(".png"), help="stacked bars as a picture (needs matplotlib)")
     breakdown.set_defaults(run=_breakdown)
-    bench = commands.add_parser("bench", help="a model under every method that saves memory, measured side by side")
+    bench = commands.add_parser("bench", help="measure a model under every method that saves memory, side by side")
     bench_command.add_arguments(bench)
     bench.set_defaults(run=_bench)
     chain = commands.add_parser("chain", help="optimal checkpointing of a sequence given by numbers")
     chain.add_argument("chain", help='JSON: {"stages": [...]}, see docs/formulation.md')
-    chain.add_argument("--budget", required=True, help="bytes, 11GiB, ...: of all memory, the chain's input included")
+    chain.add_argument("--budget", required=True, help="bytes, 11GiB, ...: all memory, including the chain's input")
     chain.add_argument("--bucket", default=None, help="granularity of memory, e.g. 1MiB (default: a 512th of the budget)")
     chain.add_argument("-o", "--output", default=None, help="write the schedule here")
     chain.set_defaults(run=_chain)
@@ -248,9 +250,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code; what goes wrong becomes one line on stderr."""
+    """Run a command and return its exit code. An error becomes one line on stderr."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # an output in ASCII takes tables, too
+        sys.stdout.reconfigure(errors="replace")  # so that an ASCII output can show tables
     try:
         try:
             return _run(parser().parse_args(argv))
@@ -277,6 +279,6 @@ def _run(args: argparse.Namespace) -> int:
         print(f"memopt: {error}. Install it with: pip install 'lightning-memopt[demo]'", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        resume = ": the same command goes on behind the last row" if args.command == "bench" else ""
+        resume = "; run the same command again to go on after the last row" if args.command == "bench" else ""
         print(f"memopt: interrupted{resume}", file=sys.stderr)
         return 130

@@ -1,4 +1,4 @@
-"""`python -m lightning_memopt.cli`, which is `memopt`."""
+"""`python -m lightning_memopt.cli`: the same as `memopt`."""
 
 import sys
 

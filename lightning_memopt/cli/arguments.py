@@ -15,9 +15,9 @@ _NO_DEVICE = 1 << 62
 
 
 def nbytes_of(option: str, text: str, device: str = "") -> int:
-    """The bytes that the text means. Raises ConfigError for what is none, or a share of a device of unknown size.
+    """The bytes that the text means. Raises ConfigError for other text, and for a share of a device of unknown size.
 
-    device: the option that says how large the device is, where there is one.
+    device: the option that says how large the device is, if there is one.
     """
     try:
         nbytes, doubled = (parse_budget(text, most) for most in (_NO_DEVICE, 2 * _NO_DEVICE))
@@ -30,7 +30,7 @@ def nbytes_of(option: str, text: str, device: str = "") -> int:
 
 
 def seconds_of(text: str) -> float:
-    """A limit of time, as an argument."""
+    """A time limit as an argument: seconds, 0 or more."""
     seconds = float(text)
     if not 0 <= seconds < math.inf:
         raise argparse.ArgumentTypeError(f"{text}; give seconds, 0 or more")
@@ -38,7 +38,7 @@ def seconds_of(text: str) -> float:
 
 
 def ending(suffix: str) -> Callable[[str], Path]:
-    """The path of a file of one kind, as an argument."""
+    """A path with this suffix, as an argument."""
 
     def path(text: str) -> Path:
         if Path(text).suffix != suffix:

@@ -1,4 +1,4 @@
-"""`memopt plan`: a user's training, or the recorded step of a plan file, planned for a budget."""
+"""`memopt plan`: plan a user's training, or the recorded step of a plan file, for a budget."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _observed(spec: str) -> Graph:
-    """The step of a user's training, observed. Raises ConfigError where it is none."""
+    """Observe a step of a user's training. Raises ConfigError if there is no step to observe."""
     from lightning_memopt.integrations.plain import optimize
 
     with user_code.in_user_code(f"{spec}()"):
@@ -46,8 +46,8 @@ def _offloading(device: str, config: MemOptConfig) -> Any:
 
     if not is_here(torch.device(device)):
         raise ConfigError(
-            f"the step was recorded on a {device.upper()} device, and there is none here whose links could be measured. Plan "
-            "it where there is one, or leave --offload and --compress out."
+            f"the step was recorded on a {device.upper()} device, and this machine has none on which to measure links. Plan "
+            "it on a machine that has one, or leave --offload and --compress out."
         )
     offloading = Offloading(torch.device(device), config)
     offloading.check()
@@ -55,7 +55,7 @@ def _offloading(device: str, config: MemOptConfig) -> Any:
 
 
 def _plan_budget(budget: str, device_nbytes: str | None) -> int | None:
-    """None for the smallest plan."""
+    """The bytes of a budget; None for the smallest plan."""
     if budget.strip().lower() == "min":
         return None
     if device_nbytes is None:
@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
 
     from_file, output = Path(args.source).is_file(), args.output or "plan.json"
     if from_file and args.output is None and Path(output).resolve() == Path(args.source).resolve():
-        raise ConfigError(f"{output} is the plan that is planned again. Give -o another path.")
-    jsonio.check_target(output)  # all that may be refused is looked at before anything runs
+        raise ConfigError(f"{output} is the plan file to plan again. Give -o another path.")
+    jsonio.check_target(output)  # everything that may be refused is checked before anything runs
     wanted = _plan_budget(args.budget, args.device_nbytes)
     config = None
     if (args.offload, args.compress) != ("none", "none"):

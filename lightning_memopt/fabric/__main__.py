@@ -2,8 +2,8 @@
 
     python -m lightning_memopt.fabric run --strategy memopt --memopt_budget 8GiB --devices 2 train.py
 
-Fabric's own command takes its strategies from a registry before any script runs, and has no way to add to it. The script needs
-no change: each of its processes imports this package first (script.py). Without --strategy, it is "memopt".
+Fabric's own command reads its registry of strategies before any script runs, and cannot add to it. The script needs no change:
+each of its processes imports this package first (script.py). The default of --strategy is "memopt".
 """
 
 from __future__ import annotations

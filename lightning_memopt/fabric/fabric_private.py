@@ -1,4 +1,4 @@
-"""Every private name of Lightning Fabric that this package uses; no other file uses one.
+"""Every private name of Lightning Fabric that this package uses. No other file uses such a name.
 
 Lightning may rename or remove these names in any release: `tests/cpu/fabric/test_fabric_private.py` lists the missing ones.
 All of them are in Lightning 2.5.0 and 2.6.6.
@@ -20,23 +20,23 @@ from lightning_memopt.integrations.lightnings import FabricSingleDeviceStrategy,
 FORWARD_MODULE = "_forward_module"
 """`_FabricModule._forward_module`: the module that a call of Fabric's wrapper calls."""
 STEP_METHOD = "training_step"
-"""A method of a LightningModule that loops call on Fabric's wrapper in the place of the module itself."""
+"""The method of a LightningModule that loops call on Fabric's wrapper instead of calling the module."""
 
 Around = Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
 
 
 def wrapper_class(strategy: Any) -> type[Any]:
-    """`lightning.fabric.wrappers._FabricModule` of the Lightning that a strategy is of."""
+    """`lightning.fabric.wrappers._FabricModule` of the Lightning to which a strategy belongs."""
     wrapper: type[Any] = part(strategy, "wrappers")._FabricModule
     return wrapper
 
 
 @contextlib.contextmanager
 def told_of_wrappers(wrappers: type[Any], told: Callable[[nn.Module, nn.Module], None]) -> Iterator[None]:
-    """Within, call `told(wrapper, module)` when Fabric wraps a module, as the last thing in `setup`. `wrappers`: its class.
+    """Within, call `told(wrapper, module)` when Fabric wraps a module, at the end of `setup`. `wrappers`: the wrapper class.
 
-    Fabric compiles the module again after its strategy has set it up, and tells the strategy of neither the compiled module
-    nor the wrapper. torch has a public hook for a module that becomes an attribute of another one.
+    After the strategy has set a module up, Fabric compiles it again, and does not tell the strategy of the compiled module or
+    the wrapper. Torch has a public hook that is called when a module becomes an attribute of another one.
     """
 
     def registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
@@ -51,10 +51,10 @@ def told_of_wrappers(wrappers: type[Any], told: Callable[[nn.Module, nn.Module],
 
 
 class _StepMethod:
-    """Stands on Fabric's wrapper class under the name of a step method. It has no `__set__`, so a wrapper's own attribute goes
-    first.
+    """An attribute of Fabric's wrapper class with the name of a step method. It has no `__set__`, so a wrapper's own attribute
+    takes precedence.
 
-    around: who listens.
+    around: the listeners.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class _StepMethod:
         if wrapper is None:
             raise AttributeError(STEP_METHOD)
         method: Any = wrapper.__getattr__(STEP_METHOD)
-        # in front of another module (DDP) Fabric's wrapper runs the method through the call of that module
+        # around another module (DDP) Fabric's wrapper runs the method through a call of that module
         direct = wrapper._forward_module is wrapper._original_module
         for around in self.around if direct else ():
             method = around(wrapper, method)
@@ -77,8 +77,8 @@ def around_step_methods(wrappers: type[Any], around: Around) -> Iterator[None]:
 
     wrappers: their class.
 
-    Where no other module is between wrapper and model, Fabric runs the method without calling the model. Nothing is put on the
-    wrapper or on the model, so copies of them are as without this package.
+    If no other module is between wrapper and model, Fabric runs the method without calling the model. No attribute is set on
+    the wrapper or on the model, so copies of them are not affected.
     """
     step_method: _StepMethod = vars(wrappers).get(STEP_METHOD) or _StepMethod()
     setattr(wrappers, STEP_METHOD, step_method)
@@ -94,9 +94,9 @@ def around_step_methods(wrappers: type[Any], around: Around) -> Iterator[None]:
 def run_module(arguments: list[str], module: str, strategy: str) -> None:
     """`fabric run` with these arguments, which runs a Python module in each process: `python -m module SCRIPT ...`.
 
-    `strategy`: the strategy where the arguments name none. Raises SystemExit for arguments that Fabric does not accept.
+    `strategy`: the default strategy. Raises SystemExit for arguments that Fabric does not accept.
 
-    Fabric's command makes its choice of strategies when its module is imported, and hands script and arguments to torchrun.
+    Fabric's command reads its choice of strategies when its module is imported, and passes script and arguments to torchrun.
     """
     import click
     from lightning.fabric import cli
@@ -112,26 +112,28 @@ def run_module(arguments: list[str], module: str, strategy: str) -> None:
 
 
 class BecomesDDP:
-    """The part of a strategy for one device that turns it into a DDP strategy where there are several devices.
+    """The part of a strategy for one device that turns it into a DDP strategy if there are several devices.
 
     Lightning's own class would train on one of several devices without a warning. The connectors of Fabric and of the Trainer
-    assign `parallel_devices`, `cluster_environment` and the number of nodes to strategies that have these attributes, and call
-    `_configure_launcher` afterwards. The class changes there: Fabric, or the Trainer, has the object already, and asks for its
-    class later.
+    assign `parallel_devices`, `cluster_environment` and the number of nodes to strategies that have these attributes, and then
+    call `_configure_launcher`. There the object changes its class, because Fabric, or the Trainer, already has the object, and
+    looks at its class only later.
 
-    parallel: the class for several devices. A class of the user's own must name its own.
+    parallel: the class for several devices. A user's own subclass must set its own.
     num_nodes: the number of nodes.
     """
 
     parallel: type[Any]
     num_nodes: int
     _arguments: tuple[str, ...]
-    """Arguments of Lightning's class below `parallel` that are already attributes, with an underscore in front."""
+    """Arguments of the base class of `parallel` that are already attributes, with a leading underscore."""
     _kept: tuple[str, ...]
     """Attributes that stay as they are."""
 
     def _start_on_one_device(self, device: str | torch.device | None, parallel_kwargs: dict[str, Any]) -> None:
-        """Make the attributes to which a connector assigns. `parallel_kwargs`: further ones of Lightning's DDP strategy."""
+        """Make the attributes to which a connector assigns. `parallel_kwargs`: further arguments of Lightning's DDP
+        strategy.
+        """
         self._device_given = device is not None
         self._parallel_kwargs = parallel_kwargs
         self.parallel_devices: list[torch.device] | None = None
@@ -165,7 +167,7 @@ class BecomesDDP:
 
 
 class OneOrSeveralDevices(BecomesDDP, FabricSingleDeviceStrategy):
-    """A `SingleDeviceStrategy` that takes its device from Fabric, and becomes a DDP strategy where Fabric has several."""
+    """A `SingleDeviceStrategy` that takes its device from Fabric, and becomes a DDP strategy if Fabric has several devices."""
 
     _arguments = ("accelerator", "checkpoint_io", "precision")
     _kept = ("_num_nodes", "memopt_config")

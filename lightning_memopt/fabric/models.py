@@ -1,9 +1,9 @@
-"""The models that a Fabric strategy has set up: a run for each that is trained, from its `setup` until nobody can call it.
+"""The models that a Fabric strategy has set up. Each model that is trained has a run, from its `setup` until it is freed.
 
 Fabric's loop is the user's own, so a run is that of `optimize`: it is told of every call of the module that Fabric calls (the
 module itself, or the DDP module around it) and of every update of the optimizers. It begins when Fabric has wrapped the model
-and an optimizer of its parameters is set up, in whatever order. It ends when the loop lets go of the wrapper, when the strategy
-is torn down, or at the exit of the process. Its table is logged then.
+and set up an optimizer of its parameters, in either order. It ends when the loop drops the wrapper, when the strategy is torn
+down, or at the exit of the process. Then its table is logged.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from lightning_memopt.record import updates_any
 class Model:
     """A model that was set up.
 
-    module: what the strategy gave to Fabric: the user's module, or DDP's around it.
-    called: what Fabric's wrapper calls: `module`, or what torch.compile made of it; None until Fabric has wrapped it.
-    optimizers: those that train it; a run begins with the first.
-    run: None before.
+    module: what the strategy gave to Fabric: the user's module, or the DDP module around it.
+    called: what Fabric's wrapper calls: `module`, or its compiled form; None until Fabric has wrapped it.
+    optimizers: the optimizers that train it. A run begins with the first of them.
+    run: its run; None before it begins.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -48,7 +48,7 @@ class Model:
         return updates_any(optimizer, own)
 
     def begin(self, config: MemOptConfig) -> None:
-        """Begin a run if the model is trained; a run that has begun without one of the optimizers begins again."""
+        """Begin a run if the model is trained. A run that began without one of the optimizers begins again."""
         if self.called is None or not self.optimizers:
             return
         self.end(say=False)
@@ -58,7 +58,7 @@ class Model:
         """End the run if there is one.
 
         say: log its table.
-        called: the loop, or the end of the process, ends it: see `History.ends`.
+        called: whether the loop, or the end of the process, ends it: see `History.ends`.
         """
         run, self.run = self.run, None
         if run is None:
@@ -71,7 +71,7 @@ class Model:
 
 
 class Models:
-    """All models of a strategy. The strategy has this object, and nothing in it refers to the strategy."""
+    """All models of a strategy. The strategy refers to this object, which does not refer to the strategy."""
 
     def __init__(self, config: MemOptConfig, wrappers: type[Any]) -> None:
         """`wrappers`: the class of what Fabric's `setup` returns."""
@@ -79,7 +79,9 @@ class Models:
         self._models: list[Model] = []
         self._wrapped: weakref.WeakKeyDictionary[nn.Module, Model] = weakref.WeakKeyDictionary()
         self._alone: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that were set up without a model
-        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those of a model, and those warned of
+        self._known: weakref.WeakSet[torch.optim.Optimizer] = (
+            weakref.WeakSet()
+        )  # those of a model, and those for which there was a warning
         self._undo = contextlib.ExitStack()
         self._listen(wrappers)
 
@@ -93,7 +95,7 @@ class Models:
         self._models.append(model)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer was set up alone: it is that of every model whose parameters it has."""
+        """An optimizer was set up alone. It belongs to every model whose parameters it has."""
         self._alone.add(optimizer)
         for model in self._models:
             if model.has_any_of(optimizer):
@@ -128,7 +130,7 @@ class Models:
         module = getattr(called, "_orig_mod", called)  # torch.compile's
         for model in [model for model in self._models if model.module is module]:
             if model.called is not None:
-                model.end(say=True)  # a module that is set up again goes on in a run with the new optimizers
+                model.end(say=True)  # a module that is set up again gets a new run with the new optimizers
             else:
                 model.called = called
                 self._wrapped[wrapper] = model
@@ -136,17 +138,17 @@ class Models:
                 model.begin(self.config)
 
     def _stranger(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped that is of no run: warn once if it is this Fabric's, or has a model's parameters."""
+        """An optimizer without a run has stepped: warn once if it was set up by this Fabric, or has a model's parameters."""
         self._known.add(optimizer)
         if optimizer in self._alone or any(model.has_any_of(optimizer) for model in self._models):
             warnings.warn(
-                f"MemOpt: there is no plan for what {type(optimizer).__name__} trains, because Fabric was not given this "
+                f"MemOpt: there is no plan for what {type(optimizer).__name__} trains, because Fabric was not given both this "
                 "optimizer and the model whose parameters it has. Give both to fabric.setup.",
                 stacklevel=2,
             )
 
     def _drop(self, model: Model) -> None:
-        """Nobody can call the model any longer."""
+        """The model was freed."""
         if model in self._models and not sys.is_finalizing():
             self._models.remove(model)
             model.end(say=True)
@@ -154,7 +156,7 @@ class Models:
     # -- what was set up ---------------------------------------------------------------------------
 
     def run(self, wrapper: Any = None) -> Run:
-        """The run of the model that `fabric.setup` returned; without it, of the only model that has a run."""
+        """The run of a model that `fabric.setup` returned or, by default, of the only model that has a run."""
         runs = [model.run for model in self._models if model.run is not None]
         if wrapper is not None:
             wrapper = getattr(wrapper, "_orig_mod", wrapper)

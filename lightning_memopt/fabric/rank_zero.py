@@ -1,4 +1,4 @@
-"""The door to the user (logs.py) for runs in Lightning: the first rank's, silent with the level of Lightning's own lines."""
+"""Messages (logs.py) of runs in Lightning: only on the first rank, and not if Lightning's own lines are silenced."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lightning_memopt import logs
 
 @rank_zero_only
 def rank_zero_say(text: str) -> None:
-    """As `logs.say`, on the first rank. Says nothing where `rank_zero_info` would not: users silence it."""
-    # the last package that was imported owns the logger of the other functions
+    """Like `logs.say`, on the first rank. Says nothing if `rank_zero_info` would say nothing, because users silence that."""
+    # Lightning's other functions log to the logger of the package that was imported last
     silenced = any(logging.getLogger(name).level > logging.INFO for name in ("lightning.pytorch", "pytorch_lightning"))
     if rank_zero_module.log.isEnabledFor(logging.INFO) and not silenced:
         logs.say(text)

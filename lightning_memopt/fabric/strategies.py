@@ -27,7 +27,7 @@ class MemOptFabricMixin(abc.ABC):
     memopt_config: MemOptConfig
     _models: Models | None = None
     _jointly = False
-    """Whether the optimizers that are now set up belong to the module that is set up with them."""
+    """Whether optimizers are being set up together with their module."""
 
     def __init__(self, *args: Any, config: MemOptConfig | None = None, **options: Any) -> None:
         """`options`: those of `MemOptConfig`, and those of Fabric's own strategy."""
@@ -61,8 +61,8 @@ class MemOptFabricMixin(abc.ABC):
     def _opened(self) -> Models:
         if self._models is None:
             self._models = Models(self.memopt_config, wrapper_class(self))
-            weakref.finalize(self, self._models.close)  # also at the exit of the process
-            # multiprocessing ends its processes without `atexit`, and while the error that ended them is still handled
+            weakref.finalize(self, self._models.close)  # also runs at the exit of the process
+            # multiprocessing ends its processes without `atexit`, while it still handles the error that ended them
             Finalize(self._models, _process_ends, (weakref.ref(self._models),), exitpriority=100)
         return self._models
 
@@ -82,7 +82,7 @@ class MemOptFabricMixin(abc.ABC):
         return shown(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or pickle of the strategy, or of its Fabric, has set up no model."""
+        """A copy or pickle of the strategy, or of its Fabric, has not set up any model."""
         return {name: value for name, value in vars(self).items() if name != "_models"}
 
     # -- results -----------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ class MemOptFabricMixin(abc.ABC):
         """The run of a model: its status, report, frontier, plan file and controls.
 
         Args:
-            model: as `fabric.setup` returned it; needed if several models are trained.
+            model: the model that `fabric.setup` returned; needed if several models are trained.
 
         Raises:
             ConfigError: the model has no run, or none was given and not exactly one has a run.
@@ -116,7 +116,7 @@ class MemOptFabricDDPStrategy(MemOptFabricMixin, FabricDDPStrategy):
 
 @with_option_texts
 class MemOptFabricStrategy(MemOptFabricMixin, OneOrSeveralDevices):
-    """Train on one device within a memory budget; where Fabric has several devices, this becomes a `MemOptFabricDDPStrategy`.
+    """Train on one device within a memory budget. If Fabric has several devices, this becomes a `MemOptFabricDDPStrategy`.
 
     Args:
         device: the training device; Fabric's if left out.

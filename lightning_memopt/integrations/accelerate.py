@@ -1,10 +1,10 @@
-"""Accelerate: what `Accelerator.prepare` returns trains within a memory budget, and is what it returns without us.
+"""Accelerate: the objects that `Accelerator.prepare` returns are Accelerate's own, and train within a memory budget.
 
-`prepare(accelerator, ...)` asks for one call, the launcher (launch.py) for every Accelerator of its process. From then on
-methods of the class `Accelerator` are replaced; for an Accelerator that nobody asked about they do what they do plainly. A
-model that was prepared, and the prepared optimizers that have parameters of it, make a run. The run ends with `free_memory` or
-`end_training` of its Accelerator, when a new optimizer comes for its model, and at the end of the process. Its table is
-logged then.
+`prepare(accelerator, ...)` asks for a budget for one call; the launcher (launch.py) asks for every Accelerator of its process.
+From then on methods of the class `Accelerator` are replaced. For an Accelerator without a budget they do what the originals do.
+A prepared model, and the prepared optimizers that have parameters of it, make a run. The run ends with `free_memory` or
+`end_training` of its Accelerator, when a new optimizer is prepared for its model, and at the end of the process. Then its table
+is logged.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _REFUSED = {
     "MEGATRON_LM": "Megatron-LM runs forward, backward and the update by itself",
     "FSDP": "this is FSDP1, whose flat weights no rebuild can start from; FSDP2 (fsdp_version: 2) is supported",
     "TP": "tensor parallelism has distributed tensors as weights",
-    "XLA": "XLA runs a step as one program, whose ops nobody sees",
+    "XLA": "XLA runs a step as one program, whose ops cannot be observed",
 }
 """Distributed types of Accelerate that are refused, each with the reason."""
 
 
 class Trial(Protocol):
-    """A training that is begun to see whether a batch size fits (accelerate_batch_size.py)."""
+    """A training that is started only to see whether a batch size fits (accelerate_batch_size.py)."""
 
     def config(self, config: MemOptConfig) -> MemOptConfig:
-        """The options of the trial's runs, where those of the training are `config`."""
+        """The options of the trial's runs. `config`: those of the training."""
 
     def began(self, watched: Watched) -> None:
         """A run was opened."""
@@ -61,7 +61,7 @@ class Watched:
 
     accelerator: a weak reference.
     config: the options of its runs.
-    preparing: how many of its `prepare` methods are running, within each other.
+    preparing: number of its nested `prepare` methods that are running.
     models: the prepared models.
     optimizers: the prepared optimizers, without Accelerate's wrapper.
     runs: id of a model -> its open run.
@@ -78,7 +78,7 @@ class Watched:
         self._scales = accelerator.scaler is not None
 
     def saw(self, prepared: Any) -> None:
-        """A model or an optimizer was prepared. A model takes the place of one with the same parameters (another wrapper)."""
+        """A model or an optimizer was prepared. A model replaces one with the same parameters (in another wrapper)."""
         if isinstance(prepared, nn.Module):
             same = _parameters(prepared)
             for model in [m for m in self.models if m is prepared or (same and _parameters(m) == same)]:
@@ -92,7 +92,7 @@ class Watched:
                 self.optimizers.append(optimizer)
 
     def plan(self) -> None:
-        """Open a run for every prepared model that an optimizer trains, and that is no part of another one."""
+        """Open a run for every prepared model that an optimizer trains and that is not part of another one."""
         trained: list[tuple[nn.Module, list[torch.optim.Optimizer]]] = []
         for model in self.models:
             own = _parameters(model)
@@ -117,8 +117,8 @@ class Watched:
     def end(self, last: bool = False, called: bool = False) -> None:
         """End all runs, and forget what was prepared.
 
-        last: the process ends.
-        called: the loop, or the end of the process, ends them: see `History.ends`.
+        last: whether the process ends.
+        called: whether the loop, or the end of the process, ends them: see `History.ends`.
         """
         for model in tuple(self.models):
             self._end(model, last, called)
@@ -141,9 +141,9 @@ class Watched:
     def _reasons(self) -> list[Reason]:
         reasons = []
         if self._scales:
-            reasons.append(Reason("a GradScaler looks for infinities in all gradients first", "Use mixed_precision='bf16'"))
+            reasons.append(Reason("a GradScaler first checks all gradients for infinities", "Use mixed_precision='bf16'"))
         if len(self.runs) > 1:
-            what = "the Accelerator has prepared several models, and does not say which of them a backward is for"
+            what = "the Accelerator has prepared several models, and it is not known which of them a backward is for"
             reasons.append(Reason(what, "Train one model with each Accelerator"))
         return reasons
 
@@ -159,13 +159,13 @@ class Watched:
 
 
 class _Process:
-    """What this process asked for.
+    """The options and runs of this process.
 
-    always: the options for every Accelerator of the process, by the launcher; None where nobody asked.
+    always: the launcher's options, for every Accelerator of the process; None without the launcher.
     now: the options for the call of `prepare` that is running.
     planned: whether a run was opened.
-    trial: a trial of a batch size that is running; None while there is none.
-    sessions: those of the runs of all Accelerators, also where a run was closed, as long as anybody holds them.
+    trial: the trial of a batch size that is running, or None.
+    sessions: weak references to the sessions of all Accelerators' runs, including closed ones.
     """
 
     def __init__(self) -> None:
@@ -178,11 +178,11 @@ class _Process:
         self._ends_in = 0
 
     def watch(self, accelerator: Any, config: MemOptConfig) -> Watched:
-        """The Accelerator, from now on watched. Those that nobody holds any more end."""
+        """Watch an Accelerator from now on. Runs of Accelerators that were freed end."""
         if self._ends_in != os.getpid():  # a forked process does not end the runs of its parent
             self._ends_in = os.getpid()
             self.watched = []
-            Finalize(None, self.end, exitpriority=100)  # also where multiprocessing ends a process without `atexit`
+            Finalize(None, self.end, exitpriority=100)  # multiprocessing may end a process without `atexit`
         known = self.find(accelerator)
         if known is not None:
             return known
@@ -193,11 +193,11 @@ class _Process:
         return self.watched[-1]
 
     def find(self, accelerator: Any) -> Watched | None:
-        """The Accelerator if it is watched."""
+        """The watched Accelerator, or None if it is not watched."""
         return next((w for w in self.watched if w.accelerator() is accelerator), None)
 
     def raised(self, error: BaseException) -> bool:
-        """Whether the session of an Accelerator's run raised this error, and not one of another front in this process."""
+        """Whether the session of an Accelerator's run raised this error, not a session of another front in this process."""
         sessions = set(map(id, self.sessions))
         return any(id(frame.f_locals.get("self")) in sessions for frame, _ in traceback.walk_tb(error.__traceback__))
 
@@ -217,22 +217,23 @@ def prepare(
     config: MemOptConfig | None = None,
     **options: Unpack[Options],
 ) -> Any:
-    """`accelerator.prepare(*objects)`, and what it returns trains within a memory budget. The loop itself is unchanged.
+    """`accelerator.prepare(*objects)` for training within a memory budget. The loop itself is unchanged.
 
-    The objects that are returned are Accelerate's own. Models without an optimizer are left alone. Several models have a plan
-    each, and share the budget, which is for the whole process. The table is logged on the main process when `free_memory` or
-    `end_training` is called, and else at the end of the process. Scripts under `accelerate-memopt launch` need no call of this.
+    The returned objects are Accelerate's own. Models without an optimizer are left alone. If there are several models, each has
+    its own plan, and they share the budget, which is for the whole process. The table is logged on the main process when
+    `free_memory` or `end_training` is called, or else at the end of the process. Scripts under `accelerate-memopt launch` do
+    not need to call this.
 
     Args:
         accelerator: an `accelerate.Accelerator`.
         objects: models, optimizers, loaders and schedulers, as for `Accelerator.prepare`.
         device_placement: as for `Accelerator.prepare`.
         config: all options in one object.
-        options: those of `MemOptConfig`. An option that is not given is the launcher's.
+        options: those of `MemOptConfig`. Options that are not given are taken from the launcher.
 
     Raises:
-        UnsupportedError: the Accelerator distributes a model in a way that is not supported; nothing has been prepared.
-        InfeasibleError: by the training loop, as `optimize` raises it.
+        UnsupportedError: the Accelerator distributes a model in a way that is not supported. Nothing has been prepared.
+        InfeasibleError: raised in the training loop, as by `optimize`.
     """
     if config is None:
         config = config_of(None, {**launched_options(), **options})
@@ -247,7 +248,7 @@ def prepare(
 
 
 def launched_options() -> dict[str, Any]:
-    """The options that the launcher of this process was given; none where it is another launcher."""
+    """The options that this package's launcher was given; empty if another launcher started this process."""
     return wire.options_of(wire.in_environment(os.environ) or {})
 
 
@@ -264,7 +265,7 @@ def end() -> bool:
 
 
 def ended_by(error: BaseException) -> RankFailedError | None:
-    """The script ends with an error. Returns the error to raise instead, where another rank failed first."""
+    """The script ends with an error. Returns the error to raise instead if another rank failed first, else None."""
     for watched in _process.watched:
         for run in watched.runs.values():
             failed = run.session.ended_by(error)
@@ -274,7 +275,7 @@ def ended_by(error: BaseException) -> RankFailedError | None:
 
 
 def refuse(accelerator: Any, objects: tuple[Any, ...]) -> None:
-    """Raise UnsupportedError where `accelerator` would run one of these objects in a way that is not supported."""
+    """Raise UnsupportedError if `accelerator` would run one of these objects in a way that is not supported."""
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     parallel = getattr(accelerator, "parallelism_config", None)
     split = [name for name in ("tp", "cp", "sp") if getattr(parallel, f"{name}_enabled", False)]
@@ -282,7 +283,7 @@ def refuse(accelerator: Any, objects: tuple[Any, ...]) -> None:
     if reason is None and private.shards(accelerator) and getattr(parallel, "dp_replicate_enabled", False):
         name, reason = "parallelism_config with dp_replicate_size", "copies of a sharded model (hybrid sharding) are two meshes"
     if reason is None and split:
-        name, reason = f"parallelism_config with {split[0]}_size", "the parts of one step are then on several devices"
+        name, reason = f"parallelism_config with {split[0]}_size", "it splits one step over several devices"
     if reason is None and accelerator.mixed_precision == "fp8":
         name, reason = "mixed_precision='fp8'", "the scales of fp8 change with every run of an op"
     for model in objects:

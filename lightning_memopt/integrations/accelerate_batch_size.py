@@ -1,13 +1,13 @@
-"""`find_max_batch_size` around a whole training function, in place of Accelerate's `find_executable_batch_size`.
+"""`find_max_batch_size` around a whole training function, instead of Accelerate's `find_executable_batch_size`.
 
     @find_max_batch_size(starting_batch_size=128, budget="8GiB")
     def train(batch_size, ...):
         accelerator.free_memory()
         ...
 
-A trial calls the function, and leaves it where its first update begins: by then the session has observed a whole forward and
-backward, has rehearsed the update, and knows whether any plan keeps the budget (`InfeasibleError`). Nothing was updated. The
-largest size that fits is found by bisection, and the function runs with it from its beginning.
+A trial calls the function, and leaves it just before its first update. By then the session has observed a whole forward and
+backward, has rehearsed the update, and knows whether any plan keeps the budget (`InfeasibleError`). Nothing has been updated.
+Bisection finds the largest size that fits, and then the function runs with it from its beginning.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _UpdateBegins(BaseException):
 
 
 class _Trial:
-    """A call of the training function that ends where its first update begins.
+    """A call of the training function that ends just before its first update.
 
     begun: whether a run was opened.
     """
@@ -53,7 +53,9 @@ class _Trial:
 
     def config(self, config: MemOptConfig) -> MemOptConfig:
         if str(config.budget).strip().lower() == "min":
-            raise ConfigError("budget='min' fits any batch size to itself. Give the bytes that a step may use.")
+            raise ConfigError(
+                "budget='min' fits every batch size, so there is nothing to search. Give the bytes that a step may use."
+            )
         return dataclasses.replace(config, profile_steps=1, verbose=False, report=None)
 
     def began(self, watched: front.Watched) -> None:
@@ -61,12 +63,12 @@ class _Trial:
         self._watched.append(watched)
         if sum(len(w.runs) for w in front._process.watched) > 1:
             raise UnsupportedError(
-                "find_max_batch_size leaves a trial at its first update, and this function trains several models: one of "
-                "them would have been updated by then. Use accelerate.utils.find_executable_batch_size, or give a batch size."
+                "find_max_batch_size ends a trial before the first update, but this function trains several models, and one of "
+                "them would already be updated. Use accelerate.utils.find_executable_batch_size, or give a batch size."
             )
         (run,) = watched.runs.values()
 
-        def before_update(optimizer: Any, *_: Any) -> None:  # after the session's own hook, which was registered before
+        def before_update(optimizer: Any, *_: Any) -> None:  # runs after the session's own hook, which was registered first
             if any(optimizer is o for o in run.session.optimizers):
                 raise _UpdateBegins
 
@@ -88,10 +90,10 @@ def find_max_batch_size(
 ) -> Callable[..., Any]:
     """A decorator: call `function(batch_size, ...)` with the largest batch size that fits a memory budget.
 
-    As `accelerate.utils.find_executable_batch_size`, with these differences: the budget is in bytes, so that a size is refused
-    without running out of memory; sizes are exact, not powers of 0.9; every call searches anew; and trials leave nothing behind
-    in arguments of the function, in variables of functions around it, and in generators of random numbers. A trial does repeat
-    whatever else the function does before its first update (files that it writes, lines that it prints, global variables).
+    Like `accelerate.utils.find_executable_batch_size`, with these differences: the budget is in bytes, so that a size is
+    refused without running out of memory; sizes are exact, not powers of 0.9; every call searches anew; and trials restore the
+    arguments of the function, variables of functions around it, and random generators. Whatever else the function does before
+    its first update, each trial repeats (files that it writes, lines that it prints, global variables).
 
     The function must call `Accelerator.prepare` itself. If not, it runs once with the starting size, and a line says so.
 
@@ -99,10 +101,10 @@ def find_max_batch_size(
         function: the training function; its first argument is the batch size.
         starting_batch_size: the largest size that is tried, in samples; 1 or more.
         config: all options in one object.
-        options: those of `MemOptConfig`. Without any, the launcher's.
+        options: those of `MemOptConfig`. Default: the launcher's.
 
     Raises (when the function is called):
-        ConfigError: the budget is "min", which fits any size to itself.
+        ConfigError: the budget is "min", which every size fits.
         InfeasibleError: not even one sample fits.
         UnsupportedError: this is one of several processes, or the function trains several models.
     """
@@ -120,8 +122,8 @@ def find_max_batch_size(
             raise TypeError(f"{train.__name__} gets its batch size from find_max_batch_size; call it without that argument.")
         if several_processes():
             raise UnsupportedError(
-                "find_max_batch_size searches in one process: several would come to different sizes. Search in one process, "
-                "and give that size to all."
+                "find_max_batch_size searches in one process, because several would find different sizes. Search in one "
+                "process, and give that size to all."
             )
         front._install()
         before, front._process.now = front._process.now, asked or front._process.now or front._process.always or _default()
@@ -138,7 +140,7 @@ def _default() -> MemOptConfig:
 
 
 def _searched(train: Callable[..., Any], largest: int, args: Any, kwargs: Any) -> Any:
-    """What the function returns with the largest size that fits."""
+    """Run the function with the largest size that fits, and return its result."""
     if disabled():
         return train(largest, *args, **kwargs)
     fits, too_large, size, trials = 0, largest + 1, largest, 0
@@ -169,7 +171,7 @@ class _Finished:
 
 def _tried(train: Callable[..., Any], size: int, args: Any, kwargs: Any) -> Exception | _Finished | None:
     """Why the size does not fit; None if it does."""
-    gc.collect()  # what the trial before has left in cycles would count
+    gc.collect()  # otherwise objects that the previous trial left in cycles would count
     before = Snapshot(*_roots(train, args, kwargs))
     trial = front._process.trial = _Trial()
     try:
@@ -179,7 +181,7 @@ def _tried(train: Callable[..., Any], size: int, args: Any, kwargs: Any) -> Exce
     except Exception as error:
         if not isinstance(error, InfeasibleError) and not is_out_of_memory(error):
             raise
-        why = error.with_traceback(None)  # which would hold the tensors of the trial
+        why = error.with_traceback(None)  # a traceback would keep the trial's tensors alive
         why.__context__ = None
     else:
         return _unplanned(result, trial)
@@ -192,12 +194,12 @@ def _tried(train: Callable[..., Any], size: int, args: Any, kwargs: Any) -> Exce
 
 def _unplanned(result: Any, trial: _Trial) -> _Finished:
     said = "never updated the model that it prepared" if trial.begun else "never called Accelerator.prepare"
-    logs.say(f"MemOpt: the batch size is the starting one, and was not searched for: the function {said}.")
+    logs.say(f"MemOpt: the batch size is the starting one and was not searched for, because the function {said}.")
     return _Finished(result)
 
 
 def _roots(train: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]:
-    """The objects that a trial may change: arguments, what the function uses of the functions around it, Accelerate's state."""
+    """The objects that a trial may change: arguments, variables of functions around it, and Accelerate's state."""
     cells = [cell.cell_contents for cell in getattr(train, "__closure__", None) or () if not _empty(cell)]
     return [private.gradient_state(), *map(private.attributes_of, (*args, *kwargs.values(), *cells))]
 

@@ -1,10 +1,10 @@
-"""The command line `accelerate-memopt`: `launch` and `config`, as those of `accelerate`, with the options of memopt.
+"""The command line `accelerate-memopt`: `launch` and `config` of `accelerate`, with the options of memopt.
 
     accelerate-memopt config --config_file train.yaml
     accelerate-memopt launch --config_file train.yaml --memopt_budget 8GiB train.py --epochs 3
 
 `launch` takes every flag of `accelerate launch`, and `--memopt_budget` and so on. Options are also read from the section
-`memopt_config` of the configuration file, which a flag beats. Without any option it is `accelerate launch`.
+`memopt_config` of the configuration file; flags override them. Without any option it is the same as `accelerate launch`.
 
 Exit codes: those of `accelerate`; 2 for an option that is not accepted.
 """
@@ -31,7 +31,7 @@ _FIRST = ("budget", "offload", "compress", "optimizer_in_backward")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line. `arguments`: default: those of the process."""
+    """Run the command line. `arguments`: by default those of the process."""
     try:
         import accelerate.commands.utils as commands
     except ImportError:
@@ -64,7 +64,7 @@ def default_file() -> str:
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """The content of a configuration file of Accelerate. Raises ConfigError where it is no table."""
+    """The content of a configuration file of Accelerate. Raises ConfigError if it is not a table."""
     import yaml
 
     with open(path, encoding="utf-8") as file:
@@ -88,7 +88,7 @@ def write_file(path: str, content: dict[str, Any]) -> None:
 def section_of(path: str, content: dict[str, Any]) -> dict[str, str] | None:
     """The options in the section of a configuration file, which is taken out of `content`; None without such a section.
 
-    Raises ConfigError for a section that is no table, and for a wrong name in it.
+    Raises ConfigError for a section that is not a table, and for a wrong name in it.
     """
     if SECTION not in content:
         return None
@@ -133,9 +133,9 @@ def _refuse(given: argparse.Namespace, content: dict[str, Any]) -> None:
     """Raise ConfigError for launchers that do not run the script by Python on this machine."""
     kind = content.get("compute_environment", "LOCAL_MACHINE")
     for refused, why in (
-        (given.no_python, "--no_python: the script is then not run by Python"),
-        (kind != "LOCAL_MACHINE", f"compute_environment: {kind}: the script is then run elsewhere"),
-        (given.tpu or content.get("distributed_type") in ("XLA", "TPU"), "TPUs: XLA runs a step whose ops nobody sees"),
+        (given.no_python, "--no_python: the script would not be run by Python"),
+        (kind != "LOCAL_MACHINE", f"compute_environment: {kind}: the script would run on another machine"),
+        (given.tpu or content.get("distributed_type") in ("XLA", "TPU"), "TPUs: the ops of a step of XLA cannot be observed"),
     ):
         if refused:
             raise ConfigError(f"memopt cannot launch with {why}. Use `accelerate launch` without a budget.")
@@ -153,7 +153,7 @@ def _config(given: argparse.Namespace) -> None:
 
 
 def ask(answer: Callable[[str], str]) -> dict[str, str] | None:
-    """Ask for options; None where no budget is wanted. `answer`: asks one question, as `input` does."""
+    """Ask for options; None if no budget is wanted. `answer`: asks one question, as `input` does."""
     if not _yes(answer, "Do you want to train within a memory budget (memopt)? [yes/NO]: "):
         return None
     texts: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Every name of Accelerate that is private, or that is replaced; no other file uses one.
+"""Every name of Accelerate that is private, or that is replaced. No other file uses such a name.
 
 Accelerate may rename or remove these names in any release: `missing()` lists the missing ones, and
 tests/cpu/accelerate/test_private_names.py says which. All of them are in Accelerate 1.0.1 and 1.15.0.
@@ -29,11 +29,11 @@ NAMES = (
     "accelerate.commands.config.config_args:cache_dir",  # the folder of that file
 )
 Replacement = Callable[..., Any]
-"""Called in place of a method: `(name of the method, the method, the Accelerator, *args, **kwargs)`."""
+"""Called instead of a method: `(name of the method, the method, the Accelerator, *args, **kwargs)`."""
 
 
 def named(name: str) -> Any:
-    """The object with this name, `module:attributes`. Raises ImportError or AttributeError where there is none."""
+    """The object with this name, `module:attributes`. Raises ImportError or AttributeError if there is none."""
     module, _, attributes = name.partition(":")
     return functools.reduce(getattr, attributes.split("."), importlib.import_module(module))
 
@@ -52,15 +52,15 @@ def missing() -> list[str]:
 
 
 def shards(accelerator: Any) -> bool:
-    """Whether an Accelerator shards models by FSDP2. Accelerate 1.0 has FSDP1 only."""
+    """Whether an Accelerator shards models by FSDP2. Accelerate 1.0 has only FSDP1."""
     return bool(getattr(accelerator, "is_fsdp2", False))
 
 
 def replace(methods: Mapping[str, Replacement], ours: Callable[[InfeasibleError], bool]) -> None:
     """Replace methods of the class `Accelerator`. May be repeated.
 
-    Also makes `find_executable_batch_size` try fewer samples after an InfeasibleError, as after a lack of memory, where `ours`
-    says that the budget is one of an Accelerator.
+    Also makes `find_executable_batch_size` try fewer samples after an InfeasibleError, as after running out of memory, if
+    `ours` says that the error comes from an Accelerator's run.
     """
     cls = named("accelerate.accelerator:Accelerator")
     for name, replacement in methods.items():
@@ -90,11 +90,11 @@ def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
 
 
 def attributes_of(value: Any) -> Any:
-    """The attributes of an Accelerator as the dict that holds them; any other object as it is."""
+    """The attribute dict of an Accelerator; any other object unchanged."""
     return vars(value) if isinstance(value, named("accelerate.accelerator:Accelerator")) else value
 
 
 def gradient_state() -> dict[str, Any]:
-    """What all Accelerators of a process share of their place in the data, as the dict that holds it."""
+    """The dict with the position in the data that all Accelerators of a process share."""
     state: dict[str, Any] = named("accelerate.state:GradientState._shared_state")
     return state

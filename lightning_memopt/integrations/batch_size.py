@@ -41,8 +41,8 @@ def find_max_batch_size(
 
     The size that is returned ran in a real step, so it is never larger than the number of samples in the data.
 
-    Where several ranks train a model in DistributedDataParallel, all of them call this together, each with its own data. All
-    return the same result: a size of each rank's batch that fits on every rank.
+    If several ranks train a model in DistributedDataParallel, all of them must call this together, each with its own data. All
+    return the same result: a batch size per rank that fits on every rank.
 
     Args:
         step: the body of the loop, `step(batch)`: forward, backward, `optimizer.step()`, `zero_grad()`. Its result is not used.
@@ -56,9 +56,9 @@ def find_max_batch_size(
             a sample.
         start: the size in use now. Profiled sizes are not larger (but at least 2 and 4). Default: the loader's, or 8.
         max_size: the largest size that may be chosen.
-        effective: samples between two updates, those of one rank where there are several, if you accumulate gradients: only
-            sizes that divide it are chosen. `step` is then the body for one of the batches, with the update but without
-            `zero_grad`, so that gradients exist as in training.
+        effective: if you accumulate gradients, the samples of one rank between two updates. Only sizes that divide it are
+            chosen. `step` is then the body for one of the batches, with the update but without `zero_grad`, so that gradients
+            exist as in training.
         watts: power that the device draws in training, for `"energy"`. By default it is measured, on NVIDIA GPUs.
         keep: other objects that `step` changes and that must be restored: a scheduler, a GradScaler, lists.
         options: options of `MemOptConfig`, for `planned=True`.
@@ -73,7 +73,7 @@ def find_max_batch_size(
     if several_processes() and wrapper_of(model) is None:
         raise UnsupportedError(
             f"This is rank {distributed.get_rank()} of {distributed.get_world_size()}, and the model is not in "
-            "DistributedDataParallel: each rank would come to a size of its own. Give the wrapped model on every rank, or "
+            "DistributedDataParallel, so each rank would find another size. Give the wrapped model on every rank, or "
             "search in one process before init_process_group."
         )
     optimizers = unwrapped(optimizer)

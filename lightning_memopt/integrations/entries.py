@@ -1,4 +1,4 @@
-"""Calls of single modules of a model: the forwards of code that trains through methods, and never calls the model itself."""
+"""Calls of single modules of a model. They are the forwards of code that trains without calling the model itself."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Call = Callable[..., Any]
 
 
 def trains(module: nn.Module) -> bool:
-    """Whether any parameter of the module gets a gradient. A metric, or a frozen teacher, begins no forward."""
+    """Whether any parameter of the module gets a gradient. If not (a metric, a frozen teacher), its call begins no forward."""
     return any(p.requires_grad for p in module.parameters())
 
 
 class Entries:
-    """Runs `call(original, module, name, *args, **kwargs)` in place of every call of a module of the model, but for the model
-    itself, while that is wanted. That takes two or three microseconds a call, so it is not wanted where the model
-    itself is called.
+    """While watching, runs `call(original, module, name, *args, **kwargs)` instead of every call of a module of the model,
+    other than the model itself. This takes two or three microseconds a call, so it is not done where the model itself is
+    called.
     """
 
     def __init__(self, model: nn.Module, call: Call) -> None:

@@ -1,10 +1,10 @@
-"""Run a training script in which whatever `Accelerator.prepare` returns trains within a memory budget.
+"""Run a training script so that the objects that `Accelerator.prepare` returns train within a memory budget.
 
     accelerate launch -m lightning_memopt.launch --budget 8GiB train.py --epochs 3
     torchrun --nproc_per_node 2 -m lightning_memopt.launch --budget 8GiB train.py
 
 The script finds `sys.argv`, `__main__`, `__file__` and `sys.path` as if Python had run it. Its exceptions and exit codes are
-those of the process. The script itself imports torch and Accelerate, as early or late as it does plainly.
+those of the process. The script itself imports torch and Accelerate, at the time at which it would do so without this launcher.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from lightning_memopt.errors import MemOptError
 from lightning_memopt.integrations import wire
 
 NOTHING = (
-    "MemOpt: nothing was planned: the script gave no model and optimizer to Accelerator.prepare. Put a loop without Accelerate "
-    "into `with lightning_memopt.optimize(model, optimizer, budget=...):`."
+    "MemOpt: nothing was planned, because the script gave no model and optimizer to Accelerator.prepare. Put a loop without "
+    "Accelerate into `with lightning_memopt.optimize(model, optimizer, budget=...):`."
 )
 
 

@@ -1,9 +1,9 @@
 """The two names of Lightning, and the public classes of this package for each.
 
-`lightning` and `pytorch_lightning` (with `lightning_fabric`) are the same code under two names. A Trainer of the one refuses
-the strategies of the other, because their base classes differ. So `strategies`, `callbacks` and `fabric` import no Lightning.
-Each public class is written there over a stand-in for its base class, and `made` derives the class that users get from it and
-from the base class of one Lightning. A type checker sees the base class of `lightning` instead of the stand-in.
+`lightning` and `pytorch_lightning` (with `lightning_fabric`) are the same code under two names. A Trainer of one refuses the
+strategies of the other, because their base classes differ. So `strategies`, `callbacks` and `fabric` import no Lightning. Each
+public class there derives from a stand-in for its base class, and `made` derives the class that users get from it and from the
+base class of one Lightning. A type checker sees the base class of `lightning` instead of the stand-in.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OF_FABRIC = {
     "MemOptFabricMixin": "fabric.strategies",
     "MemOptFabricStrategy": "fabric.strategies",
 }
-"""Public class -> the module that has it without its base class of Lightning."""
+"""Public class -> the module that defines it without its base class of Lightning."""
 _STRATEGIES = {
     "memopt": ("MemOptStrategy", "Within a memory budget, on one device or with DDP"),
     "memopt_ddp": ("MemOptDDPStrategy", "DDP, each device within a memory budget"),
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 else:
 
     def _stand_in(module: str, name: str, *bases: type) -> type:
-        """It has the bases that Lightning's class has, too, so that they stay behind both in the order of bases."""
+        """A stand-in with the bases of Lightning's class, so that they come after both classes in the order of bases."""
         return type(name, bases, {"_stands_for": (module, name)})
 
     Callback = _stand_in("callbacks", "Callback")
@@ -67,7 +67,7 @@ else:
 def made(home: str, name: str) -> type[Any]:
     """The public class `name` for one Lightning; `home` is a key of `PACKAGES`, in which pickles find the class."""
     package = PACKAGES[home][name in _OF_FABRIC]
-    importlib.import_module(package)  # first: it registers the strategies; where it is missing, the error names it
+    importlib.import_module(package)  # first, because it registers the strategies; if it is missing, the error names it
     return _made(home, package, name)
 
 
@@ -102,14 +102,14 @@ def base_of(cls: type[Any]) -> type[Any]:
 
 
 def part(owner: Any, module: str) -> Any:
-    """The module `module` of the package of Lightning that a Trainer or a strategy is of."""
+    """The module `module` of the Lightning package to which a Trainer or a strategy belongs."""
     return importlib.import_module(f"{_package_of(base_of(type(owner)))}.{module}")
 
 
 def register(package: str, **options: Any) -> None:
-    """Make `Trainer(strategy="memopt")`, or that of Fabric, work for one package of a Lightning. A second call does nothing.
+    """Make `Trainer(strategy="memopt")`, or `Fabric(...)`, work for one package of a Lightning. A second call does nothing.
 
-    options: those of `MemOptConfig`, for strategies of Fabric that are given by name; they replace those of an earlier call.
+    options: options of `MemOptConfig` for Fabric's strategies that are given by name; they replace those of an earlier call.
     """
     (home,) = (home for home, packages in PACKAGES.items() if package in packages)
     strategies = importlib.import_module(f"{package}.strategies")
@@ -121,14 +121,14 @@ def register(package: str, **options: Any) -> None:
 
 
 def shown(strategy: Any) -> str:
-    """Class of the strategy, the Lightning that it is for, and the import for the other one. A Trainer that refuses the
-    strategy because it is of the other Lightning prints this.
+    """The class of the strategy, the Lightning that it is for, and the import for the other one. If a Trainer refuses the
+    strategy because it is for the other Lightning, it prints this.
     """
     name = type(strategy).__name__
     package = _package_of(base_of(type(strategy)))
     for (_, own), (home, others) in itertools.permutations(PACKAGES.items(), 2):
         if package in own:
-            home = home.removesuffix(".lightning")  # where `lightning` is imported, the package itself has its classes
+            home = home.removesuffix(".lightning")  # if `lightning` is imported, the package itself has its classes
             return f"{name} for {package} (for {others[own.index(package)]}: from {home} import {name})"
     return name
 

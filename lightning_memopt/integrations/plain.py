@@ -1,7 +1,7 @@
 """Plain PyTorch: `with optimize(model, optimizer, budget=...) as run:` around an unchanged training loop.
 
-A session is told of every call of the model (its forwards) and of every `optimizer.step()`. Where a step passes without a call
-of the model, it is told of calls of single modules (entries.py).
+A session is told of every call of the model (its forwards) and of every `optimizer.step()`. If a step passes without a call of
+the model, it is told of calls of single modules (entries.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Run:
         self.session = session
         self.checkpointing: LayerCheckpointing | None = None
         self._paused = False
-        self._within = set[int]()  # threads in which the model, or a module of it, is being called
+        self._within = set[int]()  # threads in which a call of the model, or of a module of it, runs
         self._meter: Meter | None = None
         self._stack = contextlib.ExitStack()
 
@@ -115,7 +115,7 @@ class Run:
         return contextlib.nullcontext() if self._paused else self.session.last_backward()
 
     def naming(self, collectives: bool = False) -> contextlib.AbstractContextManager[None]:
-        """As `session.naming`, for this run."""
+        """See `session.naming`, for this run."""
         return naming(lambda: [self.session], collectives)
 
     @contextlib.contextmanager
@@ -134,7 +134,7 @@ class Run:
 
 
 class _Call:
-    """The context of one call of the model, or of a module of it from outside of any: a round of the session.
+    """The context of one call of the model, or of one of its modules from outside of the model: a round of the session.
 
     It is hidden from dynamo, so that a compiled step that calls the model eagerly does not trace it.
     """
@@ -168,7 +168,7 @@ class _Call:
 
 
 def in_rounds(run: Run, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs `forward`, which is not a call of the run's model itself, as a forward pass of that model."""
+    """A function that runs `forward`, which does not call the run's model itself, as a forward pass of that model."""
 
     @uncompiled_itself
     def in_round(*args: Any, **kwargs: Any) -> Any:
@@ -199,7 +199,7 @@ def attach(stack: contextlib.ExitStack, run: Run, model: nn.Module, optimizers: 
             return original(*args, **kwargs)
         strangers.called()
         with _Call(run, (args, kwargs), name, applies=session.rounds.is_open or trains(module)):
-            return module(*args, **kwargs)  # once more: now others may listen to the module
+            return module(*args, **kwargs)  # once more, because now there may be other listeners to the module
 
     entries = Entries(model, enter)
 
@@ -240,7 +240,8 @@ def _reasons_against_early_updates(model: nn.Module, optimizers: list[torch.opti
     for module in model.modules():
         own = isinstance(module, DistributedDataParallel) or fsdp_units(module)  # session/ranks/processes.py has their reasons
         if not own and type(module).__module__.startswith(("torch.nn.parallel", "torch.distributed")):
-            reasons.append(Reason(f"{type(module).__name__} reduces gradients after they are final here", "Train without it"))
+            what = f"{type(module).__name__} reduces gradients only after parameters would have been updated"
+            reasons.append(Reason(what, "Train without this wrapper"))
     if any(o._optimizer_step_pre_hooks for o in optimizers):
         reasons.append(Reason("a step pre-hook of the optimizer would see no gradients", "Remove it"))
     return reasons
@@ -280,7 +281,7 @@ def optimize(model: nn.Module, optimizer: Optimizers, *, config: MemOptConfig | 
     `options` are those of `MemOptConfig`; `config` has all of them in one object. Both together raise ConfigError.
 
     A step ends with `optimizer.step()`. The first `profile_steps` steps are observed, then the plan is in force. If no plan can
-    keep the budget, InfeasibleError is raised as early as that is known:
+    keep the budget, InfeasibleError is raised as soon as this is known:
 
     - in the first forward, before it runs, if parameters, buffers, optimizer state and the batch alone are above the budget;
     - in the first `optimizer.step()`, before it updates, if no plan for the first forward and backward, together with the
@@ -310,7 +311,7 @@ def open_run(
 
     Args:
         say: tells the user a line; None: `logs.say`.
-        reasons: why the front forbids updates in backward, beside the reasons in the model and its optimizers.
+        reasons: the front's reasons against updates in backward, in addition to those of the model and its optimizers.
     """
     with contextlib.ExitStack() as stack:
         run = _opened(stack, model, optimizer, config, say, reasons)
@@ -329,7 +330,7 @@ def _opened(
     """A run that ends when the stack is closed."""
     optimizers = unwrapped(optimizer)
     report = RunReport(config, model)
-    stack.push(report)  # first in, so that the session is closed when it is written
+    stack.push(report)  # first, so that the report is written after the session was closed
     session = Session(model, optimizers, config, say)
     for _ in range(2):  # the second call does nothing, unless the first one was interrupted
         stack.callback(_close, session)
@@ -345,6 +346,6 @@ def _opened(
 
 
 def _close(session: Session) -> None:
-    """Close the session, unless Python is shutting down: torch 2.15 imports a module to leave a mode, which fails then."""
+    """Close the session, unless Python is shutting down. (To leave a mode, torch 2.15 imports a module, which then fails.)"""
     if not sys.is_finalizing():
         session.close()

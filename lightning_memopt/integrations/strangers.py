@@ -1,4 +1,4 @@
-"""Optimizers that a run was not given, and that step anyway: a warm restart, the next fold, a copy of the model."""
+"""Notice steps of optimizers that a run was not given: a warm restart, the next fold, a copy of the model."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from lightning_memopt.session import Session
 from lightning_memopt.session.attachment import has_run
 
 IN_A_ROW = 4
-"""After so many steps of a stranger, without one of the run's own, the strangers of these steps take the place of the run's."""
+"""Number of steps of strangers in a row after which these strangers replace the run's own optimizers."""
 ELSEWHERE = 10
-"""After so many steps of strangers that train no parameter of the model, which was not called meanwhile, the run says so."""
+"""Number of steps of strangers that train no parameter of the model, without a call of the model, after which the run says
+so.
+"""
 
 
 class Strangers:
-    """Whether an optimizer that steps is one of the run's.
+    """Decides whether an optimizer that steps belongs to the run.
 
-    Without that, the steps of a run whose optimizer was made anew would never end: nothing would be measured, and the state of
-    the new one would not be counted.
+    Otherwise, if user code replaces its optimizer, the steps of the run would never end: nothing would be measured, and the
+    state of the new optimizer would not be counted.
     """
 
     def __init__(self, session: Session, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-        """`optimizers`: those of the run; replaced in place."""
+        """`optimizers`: those of the run. The list is changed in place."""
         self._session, self._model, self._optimizers = session, model, optimizers
         self._in_a_row: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._elsewhere, self._said = 0, False
@@ -38,7 +40,9 @@ class Strangers:
         self._elsewhere = 0
 
     def is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Before a step. Raises UpdatesInBackwardError where the run's own optimizer has updated parameters in backward."""
+        """Before a step: whether it is one of the run. Raises UpdatesInBackwardError if a stranger steps after the run's own
+        optimizer has updated parameters in backward.
+        """
         if id(optimizer) in map(id, self._optimizers):
             if self._in_a_row:
                 self._in_a_row.clear()
@@ -69,13 +73,13 @@ class Strangers:
             self._said = True
             warnings.warn(
                 f"MemOpt: another model is trained: {ELSEWHERE} steps of {type(optimizer).__name__}, which has no parameter of "
-                "this run's model, passed without a call of that. They are not within the budget. Open a run for the model "
+                "this run's model, passed without a call of it. They are not within the budget. Open a run for the model "
                 "that trains now.",
                 stacklevel=2,
             )
 
     def _trains_copy(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer has the parameters of a copy of the model: as many, of the same shapes."""
+        """Whether the optimizer has the parameters of a copy of the model: the same number, of the same shapes."""
         trained = [p.shape for p in self._model.parameters() if p.requires_grad]
         found = [p.shape for p in parameters_of(optimizer)]
         return len(found) == len(trained) and Counter(found) == Counter(trained)

@@ -1,8 +1,8 @@
 """`MemOptTrainerCallback`: transformers' Trainer within a memory budget.
 
 The run begins in `on_train_begin`, after Accelerate has prepared model and optimizer, and ends when `Trainer.train` returns or
-raises. Trainer tells its callbacks of no exception, so the first callback that is made wraps `Trainer.train`: callbacks learn
-from it which Trainer they are in, and leave the model when it is over.
+raises. Trainer does not tell its callbacks of exceptions, so the first callback that is made wraps `Trainer.train`. The wrapper
+tells callbacks which Trainer they are in, and ends their runs when `train` ends.
 """
 
 from __future__ import annotations
@@ -102,11 +102,11 @@ class MemOptTrainerCallback(transformers.TrainerCallback):
 
     @property
     def _speaks(self) -> bool:
-        """Whether runs tell the user where they are. Trainers are asked for errors alone by `log_level="error"`."""
+        """Whether runs log their progress. With `log_level="error"`, a Trainer logs only errors."""
         return self.config.verbose and transformers.utils.logging.get_verbosity() <= logging.WARNING
 
     def _config(self) -> MemOptConfig:
-        """The options without early updates, which no Trainer allows. Raises UpdatesInBackwardError with "always"."""
+        """The options without early updates, which no Trainer allows. Raises UpdatesInBackwardError if they are "always"."""
         config = dataclasses.replace(self.config, verbose=self._speaks)
         if config.optimizer_in_backward == "never":
             return config
@@ -118,7 +118,7 @@ class MemOptTrainerCallback(transformers.TrainerCallback):
 
 
 def _refuse(args: Any) -> None:
-    """Raise UnsupportedError for a Trainer whose model is spread over devices in a way that no plan covers."""
+    """Raise UnsupportedError for a Trainer that distributes its model in a way that is not supported."""
     if args.n_gpu > 1:
         raise UnsupportedError(
             f"Trainer would copy the model to {args.n_gpu} GPUs in every step (nn.DataParallel), and a plan is for one device. "
@@ -129,14 +129,14 @@ def _refuse(args: Any) -> None:
 
 
 def _watch_trainers() -> None:
-    """Wrap `Trainer.train`, once in a process."""
+    """Wrap `Trainer.train`, once per process."""
     train = transformers.Trainer.train
     if not hasattr(train, "_memopt"):
         transformers.Trainer.train = _left_afterwards(train)  # type: ignore[method-assign]
 
 
 def _left_afterwards(train: Callable[..., Any]) -> Callable[..., Any]:
-    """`Trainer.train` that tells callbacks of this package which Trainer they are in, and closes their runs however it ends."""
+    """Wrap `Trainer.train` to tell callbacks of this package which Trainer they are in, and to close their runs at its end."""
 
     @functools.wraps(train)
     def train_and_leave(trainer: Any, *args: Any, **kwargs: Any) -> Any:

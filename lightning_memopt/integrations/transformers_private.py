@@ -1,4 +1,4 @@
-"""Every private name of transformers that this package uses; no other file uses one.
+"""Every private name of transformers that this package uses. No other file uses such a name.
 
 transformers may rename or remove these names in any release: `tests/cpu/transformers/test_private_api.py` lists the missing
 ones. All of them are in transformers 4.57.1 (the first version that pyproject.toml admits) and 5.23.
@@ -16,15 +16,15 @@ FUNCTION = "_gradient_checkpointing_func"
 
 
 def checkpointing_function(module: nn.Module) -> Callable[..., Any] | None:
-    """The function that checkpoints the layers of this module; None where checkpointing is off."""
+    """The function that checkpoints the layers of this module; None if checkpointing is off."""
     return vars(module).get(FUNCTION) if getattr(module, "gradient_checkpointing", False) is True else None
 
 
 def exchange_checkpointing_function(module: nn.Module, old: Callable[..., Any], new: Callable[..., Any]) -> None:
-    """Let `new` checkpoint the layers of this module if `old` does; otherwise the user has set another function.
+    """Replace the function that checkpoints the layers of this module if it is `old`; otherwise the user has set another one.
 
-    A function is called with a forward and its arguments. The flag `gradient_checkpointing` stays as it is, because models do
-    more where it is set: they leave the cache out, and T5 asks for a gradient of its position bias.
+    The function is called with a forward and its arguments. The flag `gradient_checkpointing` stays as it is, because models
+    also use it otherwise: they do without a cache, and T5 asks for a gradient of its position bias.
     """
     if vars(module).get(FUNCTION) is old:
         setattr(module, FUNCTION, new)

@@ -1,7 +1,7 @@
 """Options as text: flags of launchers, a section of a YAML file, and environment variables.
 
 A launcher hands options to the training processes in the environment: `ACCELERATE_USE_MEMOPT=1`, and `ACCELERATE_MEMOPT_BUDGET`
-and so on, one for each option. Nothing here imports torch: the script is to import it first.
+and so on, one for each option. Nothing here imports torch, because the script must be the first to import it.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ _TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false":
 
 
 def meanings() -> dict[str, str]:
-    """Option -> what the docstring of `MemOptConfig` says, on one line."""
+    """Option -> its text in the docstring of `MemOptConfig`, on one line."""
     section = inspect.cleandoc(MemOptConfig.__doc__ or "").partition("Args:\n")[2]
     entries = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", section, re.M)
     return {name: " ".join(text.split()) for name, text in entries}
 
 
 def check_names(names: Iterable[str], where: str) -> None:
-    """Raise ConfigError for the first name that is no option, with the nearest one. `where`: the place of the names."""
+    """Raise ConfigError for the first name that is not an option, with the most similar option. `where`: where the names
+    are.
+    """
     for name in names:
         if name not in DEFAULTS:
             near = difflib.get_close_matches(name, DEFAULTS, 1)
             meant = f"Did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(f"{where} has {name!r}, which is no option. {meant}Use {', '.join(DEFAULTS)}.")
+            raise ConfigError(f"{where} has {name!r}, which is not an option. {meant}Use {', '.join(DEFAULTS)}.")
 
 
 def truth(name: str, text: str) -> bool:
-    """What text for yes or no means. Raises ConfigError for anything else; `name`: what it is the value of."""
+    """The truth value of a text. Raises ConfigError if it is neither 'true' nor 'false'; `name`: the option or variable."""
     if text.strip().lower() not in _TRUTH:
         raise ConfigError(f"{name} is {text!r}; use 'true' or 'false'.")
     return _TRUTH[text.strip().lower()]
@@ -67,7 +69,9 @@ def options_of(texts: Mapping[str, str]) -> dict[str, Any]:
 
 
 def in_environment(environment: Mapping[str, str]) -> dict[str, str] | None:
-    """The texts of the options in the environment; None where memopt was not asked for. Raises ConfigError for a wrong name."""
+    """The texts of the options in the environment; None if memopt is not switched on there. Raises ConfigError for a wrong
+    name.
+    """
     if not truth(USE, environment.get(USE) or "0"):
         return None
     texts = {name.removeprefix(PREFIX).lower(): text for name, text in environment.items() if name.startswith(PREFIX)}
@@ -84,7 +88,7 @@ def add_flags(parser: Any, prefix: str) -> None:
     """Add `--PREFIXbudget` and so on to a parser or a group of one. A flag that is not given is None."""
     texts = meanings()
     for name, default in DEFAULTS.items():
-        text = texts.get(name, "")  # Python may have been told to leave docstrings out
+        text = texts.get(name, "")  # `python -OO` leaves docstrings out
         said = f"{text[:1].upper()}{text[1:]} Default: {default!r}."
         parser.add_argument(f"--{prefix}{name}", default=None, metavar="VALUE", help=said.replace("%", "%%"))
 

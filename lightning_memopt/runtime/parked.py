@@ -128,8 +128,8 @@ class ParkedTensor:
     """The bytes of one storage while they are parked. `t` fills its storage; `what` names it in errors.
 
     exact: whether the tensor comes back bit-identical.
-    lossy: whether the codec changes gradients. (A lossless codec may be not `exact` if the one op that reads its value gives the
-        same result.)
+    lossy: whether the codec changes gradients. (A lossless codec may be not `exact` if the one op that reads its value gives
+        the same result.)
     copied: whether the device bytes are not read any more, because they are encoded, or their copy has ended.
     spent: whether they were decoded for the last time.
     shown: a decoded value that is not bit-identical, for autograd alone.

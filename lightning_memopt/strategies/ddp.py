@@ -11,11 +11,11 @@ from lightning_memopt.strategies.options import MemOptOptions
 class MemOptDDPStrategy(MemOptOptions, DDPStrategy):
     """Train on several devices, each within a memory budget, with `DistributedDataParallel`.
 
-    All ranks agree on the plan, and a budget that is infeasible on one rank is so on all of them.
+    All ranks agree on the plan, and a budget that is infeasible on one rank counts as infeasible on all of them.
 
     Args:
-        config: all of those options in one object, instead of single ones. Raises ConfigError if both are given.
-        kwargs: as of Lightning's `DDPStrategy`: `find_unused_parameters`, `gradient_as_bucket_view`, `static_graph`, ...
+        config: all options of `MemOptConfig` in one object, instead of single ones. Raises ConfigError if both are given.
+        kwargs: arguments of Lightning's `DDPStrategy`: `find_unused_parameters`, `gradient_as_bucket_view`, `static_graph`, ...
     """
 
     strategy_name = "memopt_ddp"

@@ -24,7 +24,7 @@ def of_trainer(trainer: Any) -> list[Reason]:
     module, precision = trainer.lightning_module, trainer.precision_plugin
     strategies, plugins = part(trainer, "strategies"), part(trainer, "plugins")
     is_overridden = part(trainer, "utilities.model_helpers").is_overridden
-    # their models say themselves what is against early updates (session/ranks/processes.py)
+    # session/ranks/processes.py has the reasons for their models
     known = (strategies.DDPStrategy, lightning_private.ShardedStrategy)
     reasons = []
     if not module.automatic_optimization:
@@ -35,13 +35,13 @@ def of_trainer(trainer: Any) -> list[Reason]:
     if is_overridden("configure_gradient_clipping", module):
         reasons.append(Reason(f"{_name(module)}.configure_gradient_clipping is overridden", "Do without clipping"))
     if getattr(precision, "scaler", None) is not None:
-        why = f"precision={precision.precision!r} has a GradScaler, which looks for infinities in all gradients first"
+        why = f"precision={precision.precision!r} has a GradScaler, which first checks all gradients for infinities"
         reasons.append(Reason(why, "Use precision='bf16-mixed'"))
     elif type(precision) not in [getattr(plugins, name) for name in _PRECISIONS]:
         why = f"the precision plugin {_name(precision)} is not known"
         reasons.append(Reason(why, "Use precision='32-true' or 'bf16-mixed'"))
     if lightning_private.detects_anomalies(trainer) or torch.is_anomaly_enabled():
-        why = "detect_anomaly=True stops at the first NaN, which must find the model as it was before the step"
+        why = "detect_anomaly=True stops at the first NaN, and the model must then be as it was before the step"
         reasons.append(Reason(why, "Set detect_anomaly=False"))
     if is_overridden("backward", module):
         reasons.append(Reason(f"{_name(module)}.backward is overridden", "Leave backward to Lightning"))

@@ -1,4 +1,4 @@
-"""Every private name of Lightning that this package uses; no other file uses one.
+"""Every private name of Lightning that this package uses. No other file uses such a name.
 
 Lightning may rename or remove these names in any release: `tests/cpu/lightning/test_private_api.py` lists the missing
 ones. All of them are in Lightning 2.5.0 (the first version that pyproject.toml admits) and 2.6.6.
@@ -83,7 +83,7 @@ def detects_anomalies(trainer: Any) -> bool:
 
 
 _SINGLE = ("accelerator", "checkpoint_io", "precision_plugin")
-"""The arguments that `SingleDeviceStrategy` has beside its device; `DDPStrategy` has them, too."""
+"""The arguments of `SingleDeviceStrategy` other than its device. `DDPStrategy` has them, too."""
 
 
 class OneDeviceStrategy(BecomesDDP, SingleDeviceStrategy):
@@ -91,7 +91,7 @@ class OneDeviceStrategy(BecomesDDP, SingleDeviceStrategy):
 
     Args:
         device: the training device; None: the Trainer's.
-        kwargs: as of `SingleDeviceStrategy`, and those of `parallel`, which are used for several devices only.
+        kwargs: arguments of `SingleDeviceStrategy`, and those of `parallel`, which are used only for several devices.
     """
 
     _arguments = _SINGLE
@@ -120,13 +120,14 @@ class OneDeviceStrategy(BecomesDDP, SingleDeviceStrategy):
 
 
 class ShardedStrategy(ModelParallelStrategy):
-    """A `ModelParallelStrategy` whose mesh has all processes for data parallelism, where no sizes are given.
+    """A `ModelParallelStrategy` that by default uses all processes for data parallelism.
 
-    By default, Lightning splits weights over the processes of a node for tensor parallelism. It reads the sizes from
-    `_data_parallel_size` and `_tensor_parallel_size` when it makes the mesh: the number of processes is not known before.
+    Lightning's default splits weights over the processes of a node for tensor parallelism. It reads the sizes from
+    `_data_parallel_size` and `_tensor_parallel_size` when it makes the mesh, because only then the number of processes is
+    known.
 
     Args:
-        kwargs: as of `ModelParallelStrategy`.
+        kwargs: arguments of `ModelParallelStrategy`.
     """
 
     def __init__(self, **kwargs: Any) -> None:

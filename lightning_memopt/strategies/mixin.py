@@ -47,13 +47,13 @@ class MemOptMixin(abc.ABC):
     _report: RunReport | None = None
     """The report that this fit will write."""
     _stepping = False
-    """Whether `optimizer_step` is running the closure: its backward is then the last one before the update."""
+    """Whether `optimizer_step` is running the closure, whose backward is the last one before the update."""
 
     # -- lifecycle ---------------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)  # type: ignore[misc]
-        self._leave()  # the fit before may have ended without `teardown`
+        self._leave()  # the previous fit may have ended without `teardown`
         self.session = self._checkpointing = None
         if trainer.state.fn == "fit":
             self._report = report = RunReport(self.memopt_config, self.model)  # type: ignore[attr-defined]
@@ -79,7 +79,7 @@ class MemOptMixin(abc.ABC):
             super().teardown()  # type: ignore[misc]
 
     def _leave(self) -> None:
-        """Close the session, and let the model's layers be checkpointed as before. May be called again."""
+        """Close the session, and restore the checkpointing of the model's layers. May be called again."""
         if self._checkpointing is not None:
             self._checkpointing.restore()
         if self.session is not None:
@@ -89,7 +89,7 @@ class MemOptMixin(abc.ABC):
         return shown(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or pickle of the strategy, or of its Trainer, has no session: it has not been set up."""
+        """A copy or pickle of the strategy, or of its Trainer, has no session, because it has not been set up."""
         state: Any = super().__getstate__()
         own = ("session", "telemetry", "_checkpointing", "_report")
         return {name: value for name, value in state.items() if name not in own}
@@ -121,11 +121,11 @@ class MemOptMixin(abc.ABC):
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
     def _naming(self) -> contextlib.AbstractContextManager[None]:
-        """Around code that runs collectives. Raises RankFailedError where one failed because another rank did."""
+        """A context for code that runs collectives. Raises RankFailedError if one failed because another rank failed."""
         return naming(lambda: [self.session] if self.session is not None else [], collectives=True)
 
     def on_exception(self, exception: BaseException) -> None:
-        """The fit ends with an exception: the other ranks hear of it."""
+        """The fit ends with an exception: tell the other ranks."""
         if self.session is not None:
             self.session.ended_by(exception)
         super().on_exception(exception)  # type: ignore[misc]

@@ -12,9 +12,9 @@ class MemOptModelParallelStrategy(MemOptOptions, ShardedStrategy):
     """Train a model that its `configure_model` shards by `fully_shard` (FSDP2), each process within a memory budget.
 
     Args:
-        config: all of those options in one object, instead of single ones. Raises ConfigError if both are given.
-        kwargs: those of `ModelParallelStrategy`. The data parallel size is the number of processes unless it is given, and the
-            tensor parallel size 1: weights that are split for tensor parallelism are refused (UnsupportedError).
+        config: all options of `MemOptConfig` in one object, instead of single ones. Raises ConfigError if both are given.
+        kwargs: arguments of `ModelParallelStrategy`. By default the data parallel size is the number of processes, and the
+            tensor parallel size is 1. Weights that are split for tensor parallelism are refused (UnsupportedError).
     """
 
     strategy_name = "memopt_fsdp2"

@@ -10,12 +10,12 @@ from lightning_memopt.strategies.options import MemOptOptions
 
 @with_option_texts
 class MemOptStrategy(MemOptOptions, OneDeviceStrategy):
-    """Train within a memory budget. Where the Trainer has several devices, this becomes a `MemOptDDPStrategy`.
+    """Train within a memory budget. If the Trainer has several devices, this becomes a `MemOptDDPStrategy`.
 
     Args:
         device: the training device; the Trainer's if left out.
-        config: all of those options in one object, instead of single ones. Raises ConfigError if both are given.
-        kwargs: as of Lightning's `SingleDeviceStrategy` or, where the Trainer has several devices, its `DDPStrategy`.
+        config: all options of `MemOptConfig` in one object, instead of single ones. Raises ConfigError if both are given.
+        kwargs: arguments of Lightning's `SingleDeviceStrategy` or, if the Trainer has several devices, of its `DDPStrategy`.
     """
 
     strategy_name = "memopt"

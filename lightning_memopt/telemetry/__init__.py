@@ -1,4 +1,4 @@
-"""Measure time, energy and memory of any training loop. Does not depend on Lightning, nor on plans."""
+"""Measure time, energy and memory of any training loop. Depends neither on Lightning nor on plans."""
 
 from lightning_memopt.telemetry.energy import EnergyMeter
 from lightning_memopt.telemetry.meter import Meter

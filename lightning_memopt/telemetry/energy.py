@@ -1,6 +1,6 @@
 """Sum the joules of several energy sources.
 
-If one source fails, one warning is given and no joules are reported any more: nothing replaces the missing number.
+If a source fails, there is one warning, and from then on no joules are reported, because nothing can replace the missing ones.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from lightning_memopt.telemetry.sources import EnergySource
 class EnergyMeter:
     """The joules of all sources that `open_sources` opens. It never raises, because training must not end for lack of a meter.
 
-    name: how the warning calls the measured device.
-    failed: whether a source failed; from then on there are no joules.
+    name: name of the measured device in the warning.
+    failed: whether a source failed. From then on there are no joules.
     """
 
     def __init__(self, name: str, open_sources: Callable[[], Iterable[EnergySource]]) -> None:
@@ -69,4 +69,4 @@ class EnergyMeter:
     def _give_up(self, error: Exception) -> None:
         self.failed = True
         self.close()
-        warnings.warn(f"MemOpt: no energy is reported of {self.name}: {error}.", stacklevel=2)
+        warnings.warn(f"MemOpt: no energy is reported for {self.name}: {error}.", stacklevel=2)

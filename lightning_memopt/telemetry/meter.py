@@ -29,7 +29,7 @@ from lightning_memopt.telemetry.sources import Clock
 from lightning_memopt.telemetry.throughput import MIN_SECONDS, Energy, Tally, Throughput
 
 _POLL_SECONDS = 10.0
-"""Most seconds between two readings of the counters while batches are counted: those of RAPL wrap within minutes."""
+"""Maximum seconds between two readings of the counters while batches are counted, because RAPL's counters wrap in minutes."""
 
 
 class MeterOptions(TypedDict, total=False):
@@ -164,7 +164,7 @@ class Meter:
         )
 
     def peak_nbytes(self) -> int | None:
-        """The most bytes of the device, as a budget counts them, since its statistics were last reset; None on the CPU."""
+        """Maximum bytes of the device, as a budget counts them, since its statistics were last reset; None on the CPU."""
         return self._backend.peak_nbytes() if self._backend.keeps_statistics else None
 
     # -- stretches ---------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The energy of a CUDA device by NVML: from its energy counter, or else from power samples.
 
-It is the energy of the whole board, other programs on it included. NVML numbers devices by their PCI bus and ignores
-CUDA_VISIBLE_DEVICES, so devices are found by their UUID. A slice of a board (MIG) has neither energy nor power of its own.
+It is the energy of the whole board, including other programs that run on it. NVML numbers devices by their PCI bus and ignores
+CUDA_VISIBLE_DEVICES, so devices are found by their UUID. NVML measures neither energy nor power of a slice of a board (MIG).
 Needs the module `pynvml` of the package `nvidia-ml-py`.
 """
 
@@ -22,7 +22,7 @@ _WRAPS = (1 << 32, 1 << 64)
 """Values, in mJ, at which the counter begins again at 0: it has 64 bits, of which old bindings give the lower 32."""
 _NO_ENERGY, _NO_POWER = (1 << 64) - 1, (1 << 32) - 1  # NVML_VALUE_NOT_AVAILABLE of each type
 _MOST_WATTS = 5000.0
-"""More power than a board takes; boards of 2026 take up to 1,400 W."""
+"""More watts than any board takes; boards of 2026 take up to 1,400 W."""
 
 
 def nvml_source(device: torch.device, clock: Clock = perf_counter) -> EnergySource:
@@ -30,7 +30,7 @@ def nvml_source(device: torch.device, clock: Clock = perf_counter) -> EnergySour
     uuid = backend_of(device).uuid
     if uuid is None:
         raise EnergyUnavailableError(
-            "it is no NVIDIA GPU; only their energy can be read. Leave energy out, or use cpu=True for that of the processors"
+            "it is not an NVIDIA GPU, and only their energy can be read. Leave energy out, or use cpu=True for the processors"
         )
     try:
         nvml = importlib.import_module("pynvml")
@@ -80,7 +80,7 @@ def _source(nvml: Any, uuid: str, clock: Clock) -> EnergySource:
 def _handle(nvml: Any, uuid: str) -> Any:
     """NVML's handle of the device with this UUID. Raises EnergyUnavailableError if it is a slice, or has slices."""
     sliced = EnergyUnavailableError(
-        "it is a slice of a board (MIG), of which NVML measures neither energy nor power; measure on a whole one"
+        "it is a slice of a board (MIG), for which NVML measures neither energy nor power; measure on a whole board"
     )
     try:
         handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")

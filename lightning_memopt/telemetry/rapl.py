@@ -16,7 +16,7 @@ from lightning_memopt.telemetry.sources import Clock, EnergyCounter, EnergySourc
 DIRECTORY = Path("/sys/class/powercap")
 _MICRO = 1e-6
 _MOST_WATTS = 1500.0
-"""More power than a package takes; packages of 2026 take up to 500 W."""
+"""More watts than any package takes; packages of 2026 take up to 500 W."""
 
 
 def rapl_sources(directory: str | os.PathLike[str] = DIRECTORY, clock: Clock = perf_counter) -> list[EnergySource]:
@@ -25,7 +25,7 @@ def rapl_sources(directory: str | os.PathLike[str] = DIRECTORY, clock: Clock = p
         # the other zones are parts of a package (core, dram), or contain it (psys)
         packages = [p for p in sorted(Path(directory).glob("intel-rapl:*")) if (p / "name").read_text().startswith("package")]
         if not packages:
-            raise EnergyUnavailableError(f"there is no package's counter below {directory}; leave cpu=True out")
+            raise EnergyUnavailableError(f"there is no counter of a package below {directory}; leave cpu=True out")
         return [
             EnergyCounter(p.name, partial(_count, p / "energy_uj"), _MICRO, (_wrap(p),), _MOST_WATTS, clock) for p in packages
         ]

@@ -1,7 +1,7 @@
-"""The memory of a device over time, as a thread reads it while a step runs. Input: a device. Output: seconds and bytes.
+"""Sample the memory of a device over time, in a thread, while a step runs. Input: a device. Output: seconds and bytes.
 
-On the CPU the bytes are those of the native counter, on CUDA those that torch's allocator has given out. A reading takes no
-lock of the device, and nothing is read while nobody samples.
+On the CPU the bytes are those of the native counter, on CUDA those that torch's allocator has given out. Reading them takes no
+lock of the device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Sample(NamedTuple):
 class Sampler:
     """Reads the memory of `device` every `interval_seconds` from its construction until `stop`.
 
-    available: whether the memory of this device can be read (the CPU: where the native counter is).
+    available: whether the memory of this device can be read (on the CPU, only with the native counter).
     """
 
     def __init__(self, device: torch.device, interval_seconds: float = 0.001) -> None:
@@ -43,7 +43,7 @@ class Sampler:
             self._thread.start()
 
     def stop(self) -> list[Sample]:
-        """The samples, in their order; empty where nothing could be read. A second call returns the same."""
+        """The samples, in order; empty if nothing could be read. A second call returns the same."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()

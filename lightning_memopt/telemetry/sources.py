@@ -150,7 +150,7 @@ def _sample(ref: weakref.ref[PowerSampler], stop: threading.Event, period: float
             return
         try:
             sampler.sample()
-        except Exception as error:  # nobody above this frame would see it
+        except Exception as error:  # a thread has no caller that would see it
             sampler.failed(error)
             return
         del sampler

@@ -1,6 +1,6 @@
 """The counts of a meter, the throughput computed from them, and the file that keeps it.
 
-A later run reads the file (`read_throughput`) to show its own throughput beside it.
+A later run reads the file (`read_throughput`) to compare its own throughput with it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightning_memopt.errors import PlanFileError
 from lightning_memopt.units import format_nbytes
 
 MIN_SECONDS = 1.0
-"""The shortest stretch whose energy is used: the hardware updates its counters only every 20 to 100 ms."""
+"""Minimum seconds of a stretch whose energy is used, because the hardware updates its counters only every 20 to 100 ms."""
 _KIND, _SCHEMA = "memopt rates", 2
 
 
@@ -94,7 +94,7 @@ class Throughput:
     samples_per_sec: samples a second.
     joules_per_sample: energy of the whole device a sample.
     approximate: whether the joules were integrated from power samples.
-    peak_nbytes: most bytes reserved on the device.
+    peak_nbytes: maximum bytes reserved on the device.
     """
 
     device: str
@@ -111,7 +111,7 @@ class Throughput:
 
     def text(self) -> str:
         """All numbers in one line."""
-        parts = [f"{self.steps} steps on {self.device}"]  # no brackets: Rich would take them for markup
+        parts = [f"{self.steps} steps on {self.device}"]  # without brackets, which Rich would take for markup
         if self.samples_per_sec is not None:
             parts.append(f"{self.samples_per_sec:.4g} samples/s, {self.samples_per_step or 0:.4g} a step")
         if self.joules_per_sample is not None:
@@ -138,15 +138,15 @@ def throughput_of(values: object, path: str) -> Throughput:
     types = {f.name: str(f.type) for f in fields(Throughput)}
     if not isinstance(values, dict) or values.keys() != types.keys():
         keys = sorted(values) if isinstance(values, dict) else type(values).__name__
-        raise PlanFileError(f"{path} has the keys {keys}; {sorted(types)} are wanted: write it again.")
+        raise PlanFileError(f"{path} has the keys {keys}, but must have {sorted(types)}. Write the file again.")
     bad = [key for key, value in values.items() if not _has_type(value, types[key])]
     if bad:
-        raise PlanFileError(f"{path} has no usable {bad[0]}: {values[bad[0]]!r}; write it again.")
+        raise PlanFileError(f"{path} has {bad[0]} = {values[bad[0]]!r}, which is not valid. Write the file again.")
     return Throughput(**values)
 
 
 def _has_type(value: Any, annotation: str) -> bool:
-    """Whether a value may stand in a field with this annotation; numbers must be finite and not negative."""
+    """Whether a value is valid for a field with this annotation. Numbers must be finite and not negative."""
     if value is None:
         return "None" in annotation
     if "str" in annotation:

@@ -126,7 +126,7 @@ def test_where_no_size_fits_without_a_plan_only_the_answer_is_measured(nvml: Fak
 
 def test_without_a_counter_it_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(Board("a", Clock()), line, lambda size: 0.5)
-    with pytest.raises(ConfigError, match=r"of cpu cannot be read: it is no NVIDIA GPU.*Give watts=, or use mode='throughput'"):
+    with pytest.raises(ConfigError, match=r"of cpu cannot be read: it is not an NVIDIA.*Give watts=, or use mode='throughput'"):
         card.find()
     install(monkeypatch, None)
     with pytest.raises(ConfigError, match="install nvidia-ml-py.*Give watts="):

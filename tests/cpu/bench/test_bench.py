@@ -225,7 +225,7 @@ def test_an_interrupted_row_is_measured_in_the_next_run(
     with monkeypatch.context() as patched:
         patched.setattr(compare, "measured", interrupted)
         assert bench(tmp_path, "--methods", "per-block")[0] == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "run the same command again" in capsys.readouterr().err
     _, measured = bench(tmp_path, "--methods", "per-block")
     assert measured["per-block"]["state"] == "measured"
 

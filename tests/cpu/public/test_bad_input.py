@@ -144,7 +144,7 @@ def test_without_o_the_source_is_never_overwritten(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plan.json").write_bytes(plan.read_bytes())
     assert main(["plan", "plan.json", "--budget", "1GiB"]) == 2
-    assert "is the plan that is planned again" in capsys.readouterr().err
+    assert "is the plan file to plan again" in capsys.readouterr().err
     assert (tmp_path / "plan.json").read_bytes() == plan.read_bytes()
     assert main(["plan", str(plan), "--budget", "1GiB", "-o", "plan.json"]) == 0
 
@@ -164,7 +164,7 @@ def test_what_is_no_file_is_never_replaced(target: str, plan: Path, tmp_path: Pa
     if target != "pipe":
         path = tmp_path / "link"
         path.symlink_to(pipe)
-    with pytest.raises(PlanFileError, match="what is there is not a regular file"):
+    with pytest.raises(PlanFileError, match="it exists and is not a regular file"):
         write_plan(path, *read_plan(plan))
     with pytest.raises(OSError, match="not a regular file"):
         files.replace_file(path, b"")

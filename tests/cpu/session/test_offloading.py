@@ -310,7 +310,7 @@ def test_nothing_is_left_behind(smallest: int) -> None:
     [
         ({"offload": "tape"}, "offload is 'tape'"),
         ({"offload": "host:/tmp"}, "offload is 'host:/tmp'; .*'disk:/a/directory'"),
-        ({"offload": "disk:"}, "name a directory behind the colon"),
+        ({"offload": "disk:"}, "name a directory after the colon"),
         ({"offload": None}, "offload is None"),
         ({"compress": "zip"}, "compress is 'zip'"),
         ({"offload": "disk", "objective": "flops"}, "objective='flops'"),

@@ -136,7 +136,7 @@ def unavailable(open_sources: Any, match: str) -> None:
         meter.poll()
         assert meter.take() is None and meter.take() is None
         meter.close()
-    assert len(said) == 1 and match in str(said[0].message) and "no energy is reported of the board" in str(said[0].message)
+    assert len(said) == 1 and match in str(said[0].message) and "no energy is reported for the board" in str(said[0].message)
 
 
 @pytest.mark.parametrize("how", ["board", "slice"])
@@ -197,7 +197,7 @@ def test_p31_lost_on_the_way(monkeypatch: Any, clock: Clock) -> None:
     clock.after(1)
     assert meter.take() == 100.0
     board.raises["energy"] = "GpuIsLost"
-    with pytest.warns(UserWarning, match="no energy is reported of the board") as said:
+    with pytest.warns(UserWarning, match="no energy is reported for the board") as said:
         assert meter.take() is None
     assert len(said) == 1 and meter.failed and nvml.open == 0
     board.raises.clear()

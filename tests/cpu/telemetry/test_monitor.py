@@ -281,7 +281,7 @@ def test_p31_no_energy_never_stops_training(monkeypatch: Any, tmp_path: Path, fa
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         trainer, rows, _ = logged(tmp_path, None, log_every_n_steps=2, max_epochs=1)
-    assert sum("no energy is reported of cuda:0" in str(w.message) for w in said) == 1
+    assert sum("no energy is reported for cuda:0" in str(w.message) for w in said) == 1
     assert trainer.state.finished and len(rows) == 4 and all("train/device/samples_per_sec" in row for row in rows.values())
     assert not any("energy" in k or "watts" in k for row in rows.values() for k in row)
 
@@ -300,7 +300,7 @@ def test_p31_lost_on_the_way(monkeypatch: Any, tmp_path: Path) -> None:
                 board.raises["energy"] = "GpuIsLost"
 
     task = {"clock": clock}
-    with pytest.warns(UserWarning, match="no energy is reported of cuda:0"):
+    with pytest.warns(UserWarning, match="no energy is reported for cuda:0"):
         fit("auto", Timed, task=task, callbacks=lambda: [MemOptMonitor(), Loses()], log_every_n_steps=4,
             logger=CSVLogger(str(tmp_path), name="", version=""))  # fmt: skip
     rows = rows_of(tmp_path)
