@@ -1,8 +1,8 @@
 """A small native allocator around torch's CPU allocator that counts every byte: built on first use, cached, never unloaded.
 
-`install` puts it in place. `counter()` returns it then, and None if it is not in place: there is no compiler, or another
-allocator was installed later. torch's profiler measures instead in that case (trace/memory.py). `pool()` is the planned pool,
-which is a part of the same allocator. `cuda_allocator` has the planned pools of CUDA streams.
+`install` installs it. From then on `counter()` returns it. It returns None if there is no compiler, or if another allocator was
+installed later; then torch's profiler measures instead (trace/memory.py). `pool()` is the planned pool, which is part of the
+same allocator. `cuda_allocator` has the planned pools of CUDA streams.
 """
 
 from lightning_memopt.native.counting import Counter, Window, counter, counter_of, install

@@ -1,6 +1,6 @@
 """Build the native libraries with an installed C++ compiler against torch's headers, once for each torch, compiler and source.
 
-`cxx` says where a library lies, and how several processes may build it.
+`cxx` says where libraries are stored, and how several processes build them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _has_cuda_macros() -> bool:
 
 
 def parts(sources: Sequence[Path]) -> tuple[str, ...]:
-    """Everything that a library depends on, besides the compiler."""
+    """Everything that a library depends on, except the compiler."""
     return (
         str(torch.__version__),
         str(torch.version.git_version),
@@ -96,7 +96,7 @@ def _compile(compiler: str, target: Path) -> None:
 def command(
     compiler: str, sources: Sequence[Path], linked: Sequence[str], target: Path, options: Sequence[str] = ()
 ) -> list[str]:
-    """The command that compiles sources against torch's headers. `linked`: libraries; torch's folder of them is known."""
+    """The command that compiles sources against torch's headers. `linked`: options for libraries other than torch's."""
     return [
         compiler,
         *("-std=c++20", "-O2", "-fPIC", "-shared", "-w"),

@@ -1,10 +1,9 @@
 // An allocator around torch's CPU allocator that counts live bytes, and their peak in each of a few windows. Requests that the
 // planned pool (pool.cpp) has an address for get that address; all others get memory of the inner allocator.
 //
-// Memory of the inner allocator keeps its address and its context; only the deleter is replaced. Sizes are in a
-// table by context, never beside the bytes. So memory from before the installation, and memory that another allocator frees
-// later, is freed as without this allocator. No object here is ever destroyed, because memory may be freed while the process
-// ends.
+// Memory of the inner allocator keeps its address and its context; only the deleter is replaced. Sizes are kept in a table by
+// context, never next to the bytes. So memory from before the installation, and memory that another allocator frees later, is
+// freed as without this allocator. No object here is ever destroyed, because memory may be freed while the process ends.
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
 
@@ -246,8 +245,8 @@ void memopt_close(int kind, int window) {
   raise(kind);
 }
 
-// Counts the bytes of a storage (a `c10::StorageImpl`) from before the installation until they are freed. Returns whether they
-// are counted: bytes of another allocator (numpy, shared memory, a file) cannot be.
+// From now until it is freed, counts the bytes of a storage (a `c10::StorageImpl`) from before the installation. Returns
+// whether they are counted: bytes of another allocator (numpy, shared memory, a file) cannot be.
 int memopt_adopt(void* storage) {
   auto* const impl = static_cast<c10::StorageImpl*>(storage);
   c10::DataPtr& data = impl->_mutable_data_ptr_no_checks();
@@ -269,20 +268,20 @@ int64_t memopt_nbytes(void* storage) {
   return entry == nullptr ? -1 : entry->nbytes;
 }
 
-// How many allocations there were so far.
+// Number of allocations so far.
 int64_t memopt_allocations() {
   const Locked locked;
   return allocations;
 }
 
-// Which of them a storage was: 0 if it is older than this allocator, -1 if it is not counted.
+// The number of a storage's allocation: 0 if it is older than this allocator, -1 if it is not counted.
 int64_t memopt_number(void* storage) {
   const Locked locked;
   const Entry* const entry = table.find(static_cast<c10::StorageImpl*>(storage)->_mutable_data_ptr_no_checks().get_context());
   return entry == nullptr ? -1 : entry->number;
 }
 
-// For measurements of time: allocations and frees through the inner allocator, or through this one.
+// For timing: allocations and frees through the inner allocator, or through this one.
 void memopt_exercise(int64_t nbytes, int64_t times, int counted) {
   c10::Allocator* const allocator = counted ? static_cast<c10::Allocator*>(&counting) : inner;
   for (int64_t i = 0; i < times; ++i) (void)allocator->allocate(static_cast<size_t>(nbytes));

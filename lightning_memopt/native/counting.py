@@ -1,4 +1,4 @@
-"""The Python side of the counting allocator; counter.cpp says what it counts."""
+"""The Python side of the counting allocator. counter.cpp says what it counts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SIGNATURES: dict[str, tuple[type[ctypes._SimpleCData] | None, tuple[type[ctypes
 
 _ALL, PLAIN, _OUTSIDE = 0, 1, 2
 _TRIES = 20
-"""Most attempts of the check, which fails when another thread allocates at the same time."""
+"""Maximum number of attempts of the check, which fails when another thread allocates at the same time."""
 
 
 class Window:
@@ -49,12 +49,12 @@ class Window:
 
     @property
     def peak_nbytes(self) -> int:
-        """The most bytes that were live since the window was opened or reset."""
+        """Maximum bytes that were live since the window was opened or reset."""
         return int(self._counter.peak(self._kind, self._number))
 
     @property
     def functions(self) -> tuple[Callable[[int, int], int], Callable[[int, int], int], tuple[int, int]]:
-        """The counter's functions behind `peak_nbytes` and `reset`, and their arguments."""
+        """The library's functions that `peak_nbytes` and `reset` call, and their arguments."""
         return self._counter.peak, self._counter.reset, (self._kind, self._number)
 
     def reset(self) -> int:
@@ -106,19 +106,19 @@ class Counter:
 
     @property
     def plain_nbytes(self) -> int:
-        """Those of `live_nbytes` that were not allocated while `hidden`."""
+        """`live_nbytes` without bytes that were allocated while `hidden`."""
         return int(self.live(PLAIN))
 
     def counts(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the bytes of a storage are counted; those of an uncounted storage are counted from now on, if possible.
+        """Whether the bytes of a storage are counted. If they were not, they are counted from now on if possible.
 
-        Memory of others (numpy's, shared memory) cannot be counted.
+        Memory of other allocators (numpy's, shared memory) cannot be counted.
         """
         return bool(self.adopt(storage._cdata))
 
     @property
     def outside_nbytes(self) -> int:
-        """Those of `live_nbytes` that are outside of the planned pool."""
+        """`live_nbytes` without bytes in the planned pool."""
         return int(self.live(_OUTSIDE))
 
     def window(self, plain: bool = False, outside: bool = False) -> Window | None:
@@ -130,7 +130,7 @@ class Counter:
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
-        """Mark allocations of this thread inside this block as this package's own: a plain run would not have them."""
+        """Mark allocations of this thread inside this block as the package's own, which a plain run would not have."""
         self.hide(1)
         try:
             yield
@@ -167,7 +167,7 @@ def counter_of(device: torch.device) -> Counter | None:
 
 
 def install(say: Callable[[str], None] = lambda _: None) -> Counter | None:
-    """Install the counter, once a process. If that is impossible, one warning says why, and the result is None."""
+    """Install the counter, once per process. If that is impossible, one warning says why, and the result is None."""
     with process.lock:
         if not process.tried:
             process.tried = True
@@ -175,8 +175,8 @@ def install(say: Callable[[str], None] = lambda _: None) -> Counter | None:
                 process.counter = _installed(str(library(say)))
             except BuildError as error:
                 warnings.warn(
-                    f"MemOpt: the native memory meter is not there: {error}. torch's profiler measures instead: steps that "
-                    "another profiler measures, and tensors that the loop or another model holds, are not measured.",
+                    f"MemOpt: the native memory meter is not there: {error}. torch's profiler measures instead. It cannot "
+                    "measure steps in which another profiler runs, or tensors that the loop or another model holds.",
                     stacklevel=2,
                 )
     return counter()
@@ -206,10 +206,10 @@ def _check(counter: Counter) -> None:
 def _known_bytes(counter: Counter) -> tuple[list[int], int, list[int], int]:
     """Allocate three tensors, one of which grows, and a hidden one.
 
-    Returns the counted bytes: (of each tensor, of the one that grew, of all at four moments, at the peak).
+    Returns the counted bytes: (of each tensor, of the tensor that grew, of all tensors at four moments, at the peak).
     """
     window = counter.window()
-    assert window is not None, "nobody else has a window yet"
+    assert window is not None, "no other window is open yet"
     before = counter.plain_nbytes
     began = window.reset()
     tensors = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in (1, 1000, 4097)]

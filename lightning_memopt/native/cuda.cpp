@@ -1,13 +1,13 @@
-// An allocator around torch's caching allocator of CUDA memory. Requests that the planned pool of their stream (streams.cpp) has
-// an address for get that address; everything else is the inner allocator's. An arena is one block of the inner allocator, so
-// torch's statistics count it once.
+// An allocator around torch's caching allocator of CUDA memory. Requests that the planned pool of their stream (streams.cpp)
+// has an address for get that address; everything else is the inner allocator's. An arena is one block of the inner allocator,
+// so torch's statistics count it once.
 //
 // Memory of the inner allocator keeps its address and its context. All memory has one deleter, `release`, because torch
 // compares the deleter of CUDA graphs' memory with `raw_deleter`. The allocator is never taken away, because memory that it
 // returned may outlive every session.
 //
-// The functions of CUDAAllocator differ between versions of torch. None is declared `override`: one that a version lacks
-// is a function that nobody calls. One that is new and has no default makes this file fail to compile; then there is no pool.
+// The functions of CUDAAllocator differ between versions of torch. None is declared `override`, so that one that a version
+// lacks is simply never called. A new one without a default makes this file fail to compile, and then there is no pool.
 #include <c10/core/impl/GPUTrace.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
@@ -30,7 +30,7 @@ using c10::MempoolId_t;
 
 caching::CUDAAllocator* inner = nullptr;
 
-// Calls with the inner allocator in a template, where what a version of torch lacks can be asked for.
+// Calls a template with the inner allocator, which can test for functions that a version of torch lacks.
 template <class F>
 auto call(F f) {
   return f(inner);
@@ -48,9 +48,9 @@ DataPtr ours(DataPtr made) {
   return made;
 }
 
-// Where a request of this thread belongs: the current stream of the current device, by torch, which may put off telling CUDA.
-// Returns whether it is logged or planned. Not while torch's sanitizer for CUDA traces allocations: it must see each.
-bool is_pooled(size_t nbytes, streams::Place* place) {
+// Finds the stream of a request of this thread: torch's current stream of its current device, which CUDA may not know yet.
+// Returns whether the request is logged or planned. It is not while torch's CUDA sanitizer, which must see each, is on.
+bool is_pooled(size_t nbytes, streams::StreamKey* place) {
   if (!streams::in_window() || nbytes == 0 || c10::impl::GPUTrace::haveState) return false;
   DeviceIndex device = 0;
   if (c10::cuda::GetDevice(&device) != cudaSuccess) return false;
@@ -58,7 +58,7 @@ bool is_pooled(size_t nbytes, streams::Place* place) {
   return true;
 }
 
-// A pointer that the inner allocator knows: for one in an arena the arena's beginning.
+// A pointer that the inner allocator knows: the arena's beginning for a pointer into an arena.
 void* known(void* at) {
   void* const base = streams::arena_of(at);
   return base == nullptr ? at : base;
@@ -84,7 +84,7 @@ class Ordinary final : public streams::Ordinary {
 class Planned final : public caching::CUDAAllocator {
  public:
   DataPtr allocate(size_t n) {
-    streams::Place place;
+    streams::StreamKey place;
     if (!is_pooled(n, &place)) return ours(inner->allocate(n));
     if (void* const at = streams::take(place, n))
       return {at, at, &release, c10::Device(c10::DeviceType::CUDA, static_cast<DeviceIndex>(place.device))};
@@ -93,12 +93,12 @@ class Planned final : public caching::CUDAAllocator {
     return made;
   }
   void* raw_alloc(size_t n) {
-    streams::Place place;
+    streams::StreamKey place;
     if (!is_pooled(n, &place)) return inner->raw_alloc(n);
     return pooled(place, n, [&] { return inner->raw_alloc(n); });
   }
   void* raw_alloc_with_stream(size_t n, cudaStream_t stream) {
-    streams::Place place;
+    streams::StreamKey place;
     if (!is_pooled(n, &place)) return inner->raw_alloc_with_stream(n, stream);
     place.stream = stream;
     return pooled(place, n, [&] { return inner->raw_alloc_with_stream(n, stream); });
@@ -115,7 +115,7 @@ class Planned final : public caching::CUDAAllocator {
   void recordStream(const DataPtr& p, c10::cuda::CUDAStream stream) {
     if (streams::used_by(p.get(), {stream.device_index(), stream.stream()})) return;
     if (p.get_deleter() != &release) return inner->recordStream(p, stream);
-    // the inner allocator ignores memory that has not its own deleter
+    // the inner allocator ignores memory that does not have its own deleter
     DataPtr shown(p.get(), p.get_context(), inner->raw_deleter(), p.device());
     struct Kept {  // `shown` must never free, whatever is thrown
       DataPtr& shown;
@@ -225,7 +225,7 @@ class Planned final : public caching::CUDAAllocator {
 
  private:
   template <class Otherwise>
-  static void* pooled(streams::Place place, size_t n, Otherwise otherwise) {
+  static void* pooled(streams::StreamKey place, size_t n, Otherwise otherwise) {
     if (void* const at = streams::take(place, n)) return at;
     void* const at = otherwise();
     streams::served(place, at, n);
@@ -259,8 +259,8 @@ int memopt_cuda_install() {
   return is_installed();
 }
 
-// A request and a free through the doors that torch itself uses, for the check. `door`: 0 as for tensors, 1 as for workspaces,
-// 2 as code does that looks up the allocator of a device. Null if there is no memory.
+// A request and a free by the functions that torch itself uses, for the check. `door`: 0 those for tensors, 1 those for
+// workspaces, 2 those of code that looks up the allocator of a device. Null if there is no memory.
 void* memopt_cuda_request(int64_t nbytes, int door) {
   try {
     if (door == 1) return caching::raw_alloc(nbytes);

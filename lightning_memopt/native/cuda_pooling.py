@@ -1,6 +1,6 @@
 """The planned pools of CUDA streams: an allocator around torch's caching allocator (cuda.cpp).
 
-Each stream has a plan of its own.
+Each stream has its own plan.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from lightning_memopt.native.build import cuda_library
 from lightning_memopt.native.pooling import Lane
 
 CUDA_ALIGNMENT = 512
-"""Bytes: torch's own alignment on CUDA (`kMinBlockSize`). With another one, kernels could take another path, and other bits."""
+"""Bytes. It is torch's own alignment on CUDA (`kMinBlockSize`): with another one, kernels could take other paths and bits."""
 
 _MOST_STREAMS = 64
 _TRIES = 3
 
 
 class StreamPool(Lane):
-    """The planned pool of one stream. Requests of all threads on this stream are its requests."""
+    """The planned pool of one stream, for requests of all threads on this stream."""
 
     def __init__(self, allocator: CudaAllocator, device: int, number: int) -> None:
         super().__init__(allocator.library, "memopt_stream", (number,))
@@ -40,11 +40,11 @@ class StreamPool(Lane):
         return self._allocator.live_nbytes(self._device) - sum(pool.arenas_nbytes()[0] for pool in self._others())
 
     def others_nbytes(self) -> int:
-        """The arenas of the other streams. Of a stream that has none: the most bytes that were live in its log."""
+        """Bytes of the arenas of the other streams or, for a stream without an arena, the maximum bytes live in its log."""
         return sum(pool.arenas_nbytes()[0] or _most_live(pool.requests()) for pool in self._others())
 
     def forget(self) -> None:
-        """Forget what was logged and requested: it is not a part of coming steps. Ends the window."""
+        """End the window, and forget what was logged and requested, because it is not part of coming steps."""
         self._allocator.library.memopt_stream_forget(self.number)
 
     @property
@@ -69,7 +69,7 @@ def _most_live(log: Sequence[tuple[int, int | None]]) -> int:
 
 
 class _Beside:
-    """The most bytes of the device outside of a stream's arenas since its last planned window began."""
+    """A window that measures the maximum bytes outside of a stream's arenas since its last planned window began."""
 
     def __init__(self, allocator: CudaAllocator, number: int) -> None:
         self._allocator, self._number = allocator, number
@@ -79,7 +79,7 @@ class _Beside:
         return int(self._allocator.library.memopt_stream_beside(self._number))
 
     def reset(self) -> int:
-        """Nothing is done: each window begins a new measurement."""
+        """Does nothing, because each planned window begins a new measurement."""
         return self.peak_nbytes
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class CudaAllocator:
 
     def __init__(self, path: Path) -> None:
         try:
-            self.library = ctypes.CDLL(str(path))  # lets go of the interpreter's lock: an arena may wait for the device
+            self.library = ctypes.CDLL(str(path))  # releases the interpreter's lock, because an arena may wait for the device
             integer, pointer = ctypes.c_int32, ctypes.c_void_p
             for name, result, arguments in (
                 ("cuda_install", ctypes.c_int, ()),
@@ -118,7 +118,7 @@ class CudaAllocator:
         return bool(self.library.memopt_cuda_installed())
 
     def stream(self, device: int, handle: int) -> StreamPool:
-        """The pool of a stream; handle: its `cudaStream_t`. Raises BuildError if the device has pools of too many streams."""
+        """The pool of a stream; handle: its `cudaStream_t`. Raises BuildError if too many streams of the device have pools."""
         number = self.library.memopt_stream_number(device, handle)
         if number < 0:
             raise BuildError(f"too many streams have a planned pool on cuda:{device}")
@@ -131,11 +131,11 @@ class CudaAllocator:
         return [StreamPool(self, device, number) for number in numbers[:count]]
 
     def live_nbytes(self, device: int) -> int:
-        """All requested bytes of a device, with the arenas."""
+        """All requested bytes of a device, including the arenas."""
         return int(self.library.memopt_device_live(device))
 
     def check(self, device: int, handle: int) -> None:
-        """`_check_once`, which fails when another thread allocates at the same time, up to three times."""
+        """`_check_once`, up to three times, because it fails when another thread allocates at the same time."""
         for attempt in range(_TRIES):
             try:
                 return self._check_once(device, handle)
@@ -144,8 +144,8 @@ class CudaAllocator:
                     raise
 
     def _check_once(self, device: int, handle: int) -> None:
-        """Raise BuildError if known requests, through all doors of torch, do not come at their planned addresses, or if torch
-        counts other bytes afterwards than before. The device must be the current one, and the stream its current one.
+        """Raise BuildError if known requests, by all ways in which torch makes them, do not get their planned addresses, or if
+        torch counts other bytes afterwards than before. Device and stream must be the current ones.
         """
         pool = self.stream(device, handle)
         before, sizes = pool.live_nbytes, [1000, 513, 4096]
@@ -167,7 +167,7 @@ class CudaAllocator:
             pool.end(free=True)
             pool.remove(plan)
         if [address - addresses[0] for address in addresses] != [0, 1024, 2048] or pool.counts().served != len(sizes):
-            raise BuildError(f"requests do not come at their planned addresses ({pool.counts()})")
+            raise BuildError(f"requests do not get their planned addresses ({pool.counts()})")
         if pool.live_nbytes != before:
             raise BuildError(f"torch counts {pool.live_nbytes} bytes after the check, and {before} before it")
 
@@ -182,12 +182,12 @@ class CudaAllocator:
 
 
 class _Process:
-    """The state of the process. lock: held while the allocator is installed; installing is tried once."""
+    """The state of the process. lock: held while the allocator is installed, which is tried once."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.allocator: CudaAllocator | None = None
-        self.failed: str | None = None  # why it cannot be; not the error, which would hold its callers' variables
+        self.failed: str | None = None  # why it cannot be installed; the error itself would keep frames alive
         self.checked: set[int] = set()
 
 
@@ -195,7 +195,7 @@ _process = _Process()
 
 
 def cuda_allocator(device: torch.device, say: Callable[[str], None]) -> CudaAllocator:
-    """The allocator, which is built and installed first, and checked on each device. Raises BuildError."""
+    """The allocator, built and installed on first use, and checked once on each device. Raises BuildError."""
     index = indexed(device).index
     with _process.lock:
         if _process.failed is not None:
@@ -203,7 +203,7 @@ def cuda_allocator(device: torch.device, say: Callable[[str], None]) -> CudaAllo
         try:
             if _process.allocator is None:
                 library = cuda_library(say)
-                backend_of(device).streams.init()  # torch's allocator, which is wrapped, is not there before
+                backend_of(device).streams.init()  # creates torch's allocator, which is wrapped
                 _process.allocator = CudaAllocator(library)
             if index not in _process.checked:
                 with current(indexed(device)):

@@ -2,7 +2,7 @@
 
 namespace memopt {
 
-cudaEvent_t event_of(Place place) {
+cudaEvent_t event_of(StreamKey place) {
   const OnDevice here(place.device);
   cudaEvent_t event = nullptr;
   if (cudaEventCreateWithFlags(&event, cudaEventDisableTiming) == cudaSuccess) {
@@ -14,9 +14,9 @@ cudaEvent_t event_of(Place place) {
   return nullptr;
 }
 
-void wait_for(Place place, std::vector<Fence>& fences) {
+void wait_for(StreamKey place, std::vector<Fence>& fences) {
   for (Fence& fence : fences) {
-    for (const Place user : fence.late) fence.events.push_back(event_of(user));
+    for (const StreamKey user : fence.late) fence.events.push_back(event_of(user));
     const OnDevice here(place.device);
     for (const cudaEvent_t event : fence.events) {
       if (event == nullptr) continue;

@@ -1,5 +1,5 @@
-// A fence stands on a range of an arena: other streams used its buffer until it was freed, and the arena's stream waits for
-// them before it uses the range again. The functions here call the CUDA runtime, so never call them under a lock.
+// A fence guards a freed range of an arena whose buffer other streams used: the arena's stream waits for them before it uses
+// the range again. The functions here call the CUDA runtime, so never call them under a lock.
 #pragma once
 #include <c10/cuda/CUDAFunctions.h>
 #include <cuda_runtime_api.h>
@@ -10,10 +10,10 @@
 
 namespace memopt {
 
-using memopt_streams::Place;
+using memopt_streams::StreamKey;
 
-// The default stream has no handle of its own: calls for it go to the current device. Then the device from before is the current
-// one again, as torch has it: a device without a context gets none.
+// The default stream has no handle of its own: calls for it go to the current device. Afterwards the previous device is made
+// current again as torch does it, so that no context is made on a device that has none.
 struct OnDevice {
   explicit OnDevice(int device) : known_(c10::cuda::GetDevice(&before_) == cudaSuccess) {
     (void)c10::cuda::SetDevice(static_cast<c10::DeviceIndex>(device));
@@ -29,13 +29,13 @@ struct Fence {
   const char* begin;
   const char* end;
   std::vector<cudaEvent_t> events;
-  std::vector<Place> late;  // streams whose event could not be recorded when the buffer was freed
+  std::vector<StreamKey> late;  // streams whose event could not be recorded when the buffer was freed
 };
 
-// What a stream has to do until now, as an event; null if there can be none: then that has been waited for.
-cudaEvent_t event_of(Place place);
+// An event after all present work of a stream; null if no event can be made, in which case that work has been waited for.
+cudaEvent_t event_of(StreamKey place);
 
-// From now on a stream does nothing before the users of these buffers are ready.
-void wait_for(Place place, std::vector<Fence>& fences);
+// Makes a stream wait until the streams that used these buffers have finished.
+void wait_for(StreamKey place, std::vector<Fence>& fences);
 
 }  // namespace memopt

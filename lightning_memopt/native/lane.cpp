@@ -7,10 +7,10 @@ namespace memopt {
 
 namespace {
 
-constexpr size_t kLongest = 1 << 20;  // of a log: a loop may go on for long without another step
-constexpr int64_t kTail = 16;    // so many unexpected requests at the end of a step are taken for the next step's batch
-constexpr int64_t kExtra = 8;    // so many unexpected requests may be extra ones
-constexpr int64_t kAway = 256;   // an unexpected request is compared with planned ones that are no further from the expected one
+constexpr size_t kLongest = 1 << 20;  // maximum length of a log, because a loop may go on for long without another step
+constexpr int64_t kTail = 16;    // maximum number of unexpected requests at a step's end that count as the next step's batch
+constexpr int64_t kExtra = 8;    // maximum number of unexpected requests that may be extra ones
+constexpr int64_t kAway = 256;   // an unexpected request is compared with planned ones up to this far from the expected one
 
 }  // namespace
 
@@ -68,7 +68,7 @@ void Lane::remove(int64_t number) {
 
 bool Lane::has_arena(int64_t nbytes) {
   if (arena_ != nullptr && arena_->nbytes < nbytes) retire();
-  for (Arena* old : arenas_)  // buffers that outlived a step keep it; it need not be made a second time
+  for (Arena* old : arenas_)  // buffers that outlive a step keep it alive, so it need not be made again
     if (arena_ == nullptr && old->nbytes >= nbytes) arena_ = old;
   return arena_ != nullptr;
 }
@@ -140,9 +140,9 @@ void Lane::count(Count what, int64_t nbytes) {
   counts_[what + 1] += nbytes;
 }
 
-// The planned request that this one is; -1 if there is none. It is the next one if that has its size. After unexpected requests
-// it may also be the first one that did not come, because those were extra ones; or the nearest one that has its size behind one
-// that has the size of the request before it.
+// The planned request that matches this request; -1 if there is none. It is the next one if that has the same size. After
+// unexpected requests it may also be the first one that did not come (then these were extra ones), or the nearest one that has
+// the same size and whose predecessor has the size of the previous request.
 int64_t Lane::place_of(int64_t nbytes) {
   const auto& planned = plan_->nbytes;
   const int64_t n = planned.size();

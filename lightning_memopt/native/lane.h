@@ -1,13 +1,13 @@
-// One sequence of requests: its log, its plans, its windows, and the arenas that they are served from. The CPU has one lane
-// (pool.cpp), CUDA has one for each stream (streams.cpp).
+// One sequence of requests: its log, its plans, its windows, and the arenas from which requests are served. The CPU has one
+// lane (pool.cpp); CUDA has one for each stream (streams.cpp).
 //
 // A window is one step of a lane. In a logged window every request gets a number, and a free is noted with the number of
 // the request that comes next. In a planned window the n-th request gets the offset that was planned for it. Correctness never
 // depends on the plan: a request is served from the arena only if it has the planned size, and if no live buffer has a byte of
 // its range. Everything else is served by the ordinary allocator, and counted. An arena lives until its last buffer is freed.
 //
-// A lane locks nothing, and neither allocates nor frees arenas: who calls it holds a lock, hands it the memory of an arena
-// (`adopt`), and frees what is in `dead` when the lock is free again.
+// A lane locks nothing, and neither allocates nor frees arenas. Its caller holds a lock, gives it the memory of an arena
+// (`adopt`), and frees the arenas in `dead` after releasing the lock.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -22,7 +22,7 @@ enum Count {
   kServedBytes,
   kOutside,        // requests that the plan leaves to the ordinary allocator, and those of the next step's batch
   kOutsideBytes,
-  kDiffers,        // requests that the plan does not have at this place
+  kDiffers,        // unplanned requests
   kDiffersBytes,
   kOccupied,       // requests whose planned range has a live buffer
   kOccupiedBytes,
@@ -34,7 +34,7 @@ enum Count {
 
 struct Request {
   int64_t nbytes;
-  int64_t freed;  // number of the request that came next; -1: it is live
+  int64_t freed;  // number of the next request when it was freed; -1: it is live
 };
 
 struct Plan {
@@ -53,13 +53,13 @@ struct Arena {
 
 class Lane {
  public:
-  // The log. What was logged before is forgotten.
+  // Begins and ends the log. The previous log is forgotten.
   void log();
   void log_ends();
   bool logging() const { return logging_; }
   int64_t logged() const { return requests_.size(); }
-  // Writes two numbers for each of the first `n` logged requests: its bytes, and the number of the request that came next when
-  // it was freed (-1: it was not).
+  // Writes two numbers for each of the first `n` logged requests: its bytes, and the number of the next request when it was
+  // freed (-1: it was not freed).
   void read(int64_t n, int64_t* to) const;
   // The ordinary allocator has served a request, or is about to free its memory.
   void requested(void* context, int64_t nbytes);
@@ -74,14 +74,14 @@ class Lane {
   bool has_arena(int64_t nbytes);
   // Puts new memory in use as the arena.
   void adopt(void* base, int64_t nbytes);
-  // From now on the arena is not in use; it is dead with its last buffer.
+  // Takes the arena out of use. It becomes dead when its last buffer is freed.
   void retire();
   Arena* owner(const void* at);
   int64_t arenas_nbytes() const;
   int64_t live_nbytes() const;
   std::vector<Arena*>& dead() { return dead_; }
 
-  // Windows. `begin`: under a plan that is known, in the arena in use. Returns the bytes of the arena.
+  // Windows. `begin`: under a known plan, in the arena in use. Returns the bytes of the arena.
   int64_t begin(int64_t number);
   void end();
   int64_t window() const { return window_; }
@@ -100,7 +100,7 @@ class Lane {
 
   std::map<int64_t, Plan> plans_;
   std::vector<Arena*> arenas_;  // the one in use, and older ones with live buffers
-  std::vector<Arena*> dead_;    // nobody uses them
+  std::vector<Arena*> dead_;    // they have no buffers and can be freed
   std::vector<Request> requests_;
   std::unordered_map<void*, int64_t> logged_;
   Arena* arena_ = nullptr;  // the one in use
@@ -108,9 +108,9 @@ class Lane {
   int64_t next_plan_ = 1, windows_ = 0;
   int64_t window_ = 0;      // number of the window; 0: there is none
   bool logging_ = false;
-  int64_t expected_ = 0;    // number of the planned request that comes next, if each request comes in the place of a planned one
-  int64_t matched_ = 0;     // requests that are planned ones
-  int64_t unexpected_ = 0;  // requests since the last one that is a planned one, and their bytes
+  int64_t expected_ = 0;    // number of the next planned request, if each request so far replaces a planned one
+  int64_t matched_ = 0;     // number of requests that matched planned ones
+  int64_t unexpected_ = 0;  // number of requests since the last match, and their bytes
   int64_t unexpected_nbytes_ = 0;
   int64_t last_nbytes_ = 0;  // of the last request
   int64_t counts_[kCounts] = {};

@@ -1,22 +1,22 @@
-// Placement of buffers: best-fit, and an exact search. No header beyond the standard ones.
+// Placement of buffers: best-fit, and an exact search. Uses only standard headers.
 //
 // The search is that of MiniMalloc (Moffitt, "MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine
 // Learning", ASPLOS 2023), written from the paper:
 //
-// - Canonical solutions. If there is a placement, there is one in which each buffer stands on the ground or on another one. In
-//   the order of its offsets, each buffer stands at its floor: the highest top of those before it that share a moment with it.
-//   So the search decides which buffer comes next, and never an offset.
-// - Monotonic floor. What comes later is not lower. A buffer whose floor is below the last offset has to stand on something that
-//   is still to come.
-// - Dominance. If a buffer fits whole between its floor and the last offset, the same placement with this buffer down there is
-//   one too, and is found elsewhere.
-// - Sections. Time is cut into moments that have a set of buffers each. In each section, what is left has to fit between the
-//   lowest floor of a buffer of it and the capacity.
-// - Decomposition. Buffers that no others connect in time are placed for themselves.
+// - Canonical solutions. If there is a placement, there is one in which each buffer rests on the ground or on another buffer.
+//   In the order of offsets, each buffer is at its floor: the highest top of the buffers before it that share a moment with it.
+//   So the search only decides which buffer comes next, never an offset.
+// - Monotonic floor. Later buffers are not lower. A buffer whose floor is below the last offset must rest on a buffer that is
+//   still to come.
+// - Dominance. If a buffer fits entirely between its floor and the last offset, then moving it down there also gives a valid
+//   placement, which is found elsewhere.
+// - Sections. Time is cut into moments, each with a set of buffers. In each section, the remaining buffers must fit between the
+//   lowest floor of one of them and the capacity.
+// - Decomposition. Groups of buffers that no buffers connect in time are placed separately.
 //
-// Beyond the paper, the order in which buffers are tried learns: it begins with those of the sections at which earlier tries
-// failed. And some tries jump: where the failure lies at other times than the last decision, that decision is not made anew.
-// Those prove nothing.
+// In addition to the paper, the order in which buffers are tried is learned: it begins with the buffers of the sections at
+// which earlier tries failed. And some tries jump: if the failure is at other times than the last decision, other choices for
+// that decision are skipped. Such tries prove nothing.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -28,13 +28,13 @@
 namespace {
 
 constexpr int64_t kFar = std::numeric_limits<int64_t>::max() / 4;
-constexpr int64_t kFewestNodes = 2000;  // of a try
-constexpr int64_t kNodesBetweenLooks = 256;  // at the clock and the stop flag
-constexpr double kForgets = 0.9;  // so much of the weight of a section is left after a try
+constexpr int64_t kFewestNodes = 2000;  // minimum number of nodes of a try
+constexpr int64_t kNodesBetweenLooks = 256;  // number of nodes between two looks at the clock and the stop flag
+constexpr double kForgets = 0.9;  // after a try, the weight of a section is multiplied by this
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
-// Sections from first to before last; none where first >= last.
+// Sections first .. last - 1; none if first >= last.
 struct Span {
   int first = std::numeric_limits<int>::max(), last = 0;
   void add(const Span& other) {
@@ -51,7 +51,7 @@ struct Buffers {
   Span span(int b) const { return {first[b], last[b]}; }
 };
 
-// By what buffers are tried: lifetime, area, the load of their most crowded section, and how often their sections failed.
+// The criteria for the order of buffers: lifetime, area, load of the most crowded section, and how often sections failed.
 struct Strategy {
   const char* keys;
   bool jumps;
@@ -85,7 +85,7 @@ class Search {
   const std::vector<int64_t>& offsets() const { return offset_; }
   int64_t nodes() const { return nodes_; }
 
-  // Tries with more and more nodes. Learning ones have half of the nodes, in Luby's sequence; the others double theirs.
+  // Tries with growing numbers of nodes. Learning tries get half of all nodes, in Luby's sequence; the others double theirs.
   Result run() {
     for (int s = 0; s < b_.sections; ++s)
       if (load_[s] > capacity_) return Result::kNone;
@@ -203,7 +203,7 @@ class Search {
       if (follows(i, last, rank)) {
         if (floor_[i] < lowest_top) next.push_back(i);
       } else {
-        low_[i] = kFar;  // it has to stand on one of those that come
+        low_[i] = kFar;  // it must rest on a buffer that is still to come
         for (int j : beside_[i])
           if (offset_[j] < 0) low_[i] = std::min(low_[i], (follows(j, last, rank) ? floor_[j] : lowest_top) + b_.size[j]);
       }
@@ -230,7 +230,7 @@ class Search {
     return fails(failed);
   }
 
-  // Whether a buffer of the section can begin so low that all that is left of the section fits above.
+  // Whether a buffer of the section can begin low enough that all remaining buffers of the section fit above that.
   bool has_space(int s) {
     const int64_t most = capacity_ - left_[s];
     const auto low = [&](int i) { return offset_[i] < 0 && low_[i] <= most; };
@@ -284,12 +284,12 @@ class Search {
   const int64_t capacity_;
   volatile int32_t* stop_;
   const double until_;
-  std::vector<std::vector<int>> beside_, members_;  // of a buffer, those that share a section; of a section, its buffers by rank
+  std::vector<std::vector<int>> beside_, members_;  // by buffer: those that share a section; by section: its buffers, by rank
   std::vector<int64_t> load_;
   std::vector<double> failures_, weight_;
   std::vector<int> rank_;
   std::vector<int64_t> floor_, low_, offset_, left_;  // offset_: -1 for buffers that are not placed; left_: their bytes by section
-  std::vector<int> witness_;  // of a section, a buffer that could begin low enough when it was looked at last
+  std::vector<int> witness_;  // section -> a buffer that could begin low enough at the last look
   std::vector<Change> trail_;
   Span failed_;
   int64_t nodes_ = 0, limit_ = 0;
@@ -326,7 +326,7 @@ void memopt_best_fit(int32_t n, const int64_t* lower, const int64_t* upper, cons
   }
 }
 
-// 1: placed; 0: there is no placement within the capacity; -1: it is time, or the caller stopped it.
+// 1: placed; 0: there is no placement within the capacity; -1: time ran out, or the caller stopped it.
 int32_t memopt_search(int32_t n, const int32_t* first, const int32_t* last, const int64_t* size, int32_t sections, int64_t capacity,
                       double seconds, volatile int32_t* stop, int64_t* offsets, int64_t* nodes) {
   Search search({n, sections, first, last, size}, capacity, stop, now() + seconds);

@@ -1,8 +1,8 @@
 // The planned pool of the CPU: requests of a step are logged, and later steps get addresses in one arena that were planned from
 // the log (lane.h). A window belongs to the thread that begins it.
 //
-// No torch here: an allocator calls the functions of pool.h, Python those at the end. No object is ever destroyed, because
-// memory may be freed while the process ends.
+// This file does not use torch: an allocator calls the functions of pool.h, Python those at the end. No object is ever
+// destroyed, because memory may be freed while the process ends.
 #include "pool.h"
 
 #include "lane.h"
@@ -24,13 +24,13 @@ using namespace memopt;
 
 constexpr std::align_val_t kPage{4096};
 
-Spin guard;  // protects everything below, but what is atomic
+Spin guard;  // protects everything below that is not atomic
 Lane& lane = *new Lane;
 std::atomic<bool> in_any_window{false};
 std::atomic<bool> logging{false};
 thread_local int64_t my_window = 0;  // the window that this thread began last
 
-// Holds the lock; then what other threads read without it is as the lane is, and dead arenas are freed.
+// Holds the lock. At its end, updates the values that other threads read without the lock, and frees dead arenas.
 struct Locked {
   Locked() { guard.lock(); }
   ~Locked() {
@@ -95,20 +95,20 @@ void after_fork(bool child) {
 
 extern "C" {
 
-// Begins a log, whose first window begins now in this thread. What was logged before is forgotten.
+// Begins a log, whose first window begins now in this thread. The previous log is forgotten.
 void memopt_pool_log() {
   const Locked locked;
   lane.log();
   my_window = lane.window();
 }
 
-// Ends the log, and the window. What was logged stays until the next log.
+// Ends the log and the window. The logged requests stay until the next log.
 void memopt_pool_log_ends() {
   const Locked locked;
   lane.log_ends();
 }
 
-// How many requests were logged.
+// Number of requests that were logged.
 int64_t memopt_pool_logged() {
   const Locked locked;
   return lane.logged();
@@ -131,15 +131,15 @@ void memopt_pool_remove(int64_t number) {
   lane.remove(number);
 }
 
-// Begins a window under a plan, in this thread, in an arena of at least `nbytes`. Returns the bytes of the arena, or 0 if there
-// is no memory for it; then there is no window.
+// Begins a window under a plan, in this thread, in an arena of at least `nbytes`. Returns the bytes of the arena. If there is
+// no memory for it, returns 0 and begins no window.
 int64_t memopt_pool_begin(int64_t number, int64_t nbytes) {
   const Locked locked;
   lane.end();
   if (!lane.knows(number)) return 0;
   if (!lane.has_arena(nbytes)) {
 #ifdef __GLIBC__
-    malloc_trim(0);  // the ordinary allocator keeps what steps without the arena needed
+    malloc_trim(0);  // otherwise the ordinary allocator keeps the memory of steps without the arena
 #endif
     void* const base = ::operator new(nbytes, kPage, std::nothrow);
     if (base == nullptr) return 0;
@@ -163,14 +163,14 @@ void memopt_pool_counts(int64_t* to) {
   for (int i = 0; i < kCounts; ++i) to[i] = lane.counts()[i];
 }
 
-// Bytes of all arenas that are not freed, and bytes of the live buffers in them.
+// Bytes of all arenas that are not freed, and of the live buffers in them.
 void memopt_pool_arenas(int64_t* to) {
   const Locked locked;
   to[0] = lane.arenas_nbytes();
   to[1] = lane.live_nbytes();
 }
 
-// Allocates and frees as an allocator does, for tests: null if the ordinary allocator would serve it.
+// For tests: allocate and free as an allocator does. Null if the ordinary allocator would serve the request.
 void* memopt_pool_take(int64_t nbytes) { return memopt_pool::take(static_cast<size_t>(nbytes)); }
 void memopt_pool_give_back(void* at) { memopt_pool::give_back(at); }
 }

@@ -1,12 +1,12 @@
-// What an allocator asks of the planned pool (pool.cpp).
+// The functions of the planned pool (pool.cpp) that an allocator calls.
 #pragma once
 #include <cstddef>
 
 namespace memopt_pool {
 
-// Whether requests are logged or planned now; if not, nothing else needs to be called for a request.
+// Whether requests are logged or planned now. If not, no other function needs to be called for a request.
 bool in_window();
-// An address for the next request of this thread, or null: then the ordinary allocator must serve it.
+// An address for the next request of this thread; null if the ordinary allocator must serve it.
 void* take(size_t nbytes);
 // Ends the use of an address that `take` returned.
 void give_back(void* at);

@@ -1,4 +1,4 @@
-"""The Python side of the planned pool; lane.h says what it promises."""
+"""The Python side of the planned pool. lane.h says what it guarantees."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightning_memopt.native.counting import Counter, Window, counter
 
 @dataclass(frozen=True)
 class Counts:
-    """What became of the requests of a window; bytes are those of all of them, live or not.
+    """How the requests of a window were served. Bytes are those of all of these requests, live or not.
 
     served: requests that got their planned address.
-    outside: requests that the plan leaves to the ordinary allocator, and up to 16 at the end of the step that the plan does not
-        have: the next step's batch, of another shape.
-    differs: requests that the plan does not have at this place: of another size, or extra ones.
+    outside: requests that the plan leaves to the ordinary allocator, and up to 16 unplanned ones at the end of the step, which
+        are taken for the next step's batch, of another shape.
+    differs: unplanned requests: of another size than planned, or extra ones.
     occupied: requests whose planned range had a live buffer.
     skipped: planned requests that did not come.
-    other_threads: requests of threads that did not begin the window.
+    other_threads: requests of threads other than the one that began the window.
     """
 
     served: int = 0
@@ -39,7 +39,7 @@ class Counts:
 
     @property
     def fallen(self) -> int:
-        """Requests that fell through to the ordinary allocator although the plan has no request like them, or an address."""
+        """Requests that fell through to the ordinary allocator: unplanned ones, and planned ones whose address was not free."""
         return self.differs + self.occupied
 
     @property
@@ -67,7 +67,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 class Peak(Protocol):
-    """The most bytes outside of the arenas; a window of the allocator's counter."""
+    """A window of the allocator's counter that measures the maximum bytes outside of the arenas."""
 
     @property
     def peak_nbytes(self) -> int: ...
@@ -78,8 +78,8 @@ class Peak(Protocol):
 class Lane(ABC):
     """One sequence of requests, its log and its planned windows: the functions of lane.h.
 
-    library, prefix: where its exported functions are, and how their names begin.
-    leading: the first arguments of each.
+    library, prefix: the library with its exported functions, and the prefix of their names.
+    leading: the first arguments of each function.
     """
 
     def __init__(self, library: ctypes.CDLL, prefix: str, leading: tuple[int, ...] = ()) -> None:
@@ -95,7 +95,7 @@ class Lane(ABC):
         """All counted bytes that are live now, of the process or of the device."""
 
     def others_nbytes(self) -> int:
-        """The most bytes that other lanes have live at one moment of a step, and that `live_nbytes` leaves out."""
+        """Maximum bytes of other lanes that are live at one moment of a step, and that `live_nbytes` leaves out."""
         return 0
 
     @abstractmethod
@@ -103,7 +103,7 @@ class Lane(ABC):
         """A new window that measures the peak of all bytes outside of the arenas; None if too many are open."""
 
     def log(self) -> None:
-        """Begin a log, and a window in which requests are logged. What was logged before is forgotten."""
+        """Begin a log, and a window in which requests are logged. Forgets the previous log."""
         self._call["log"]()
 
     def log_ends(self) -> None:
@@ -112,11 +112,11 @@ class Lane(ABC):
 
     @property
     def logged(self) -> int:
-        """How many requests were logged so far."""
+        """Number of requests that were logged so far."""
         return int(self._call["logged"]())
 
     def requests(self) -> list[tuple[int, int | None]]:
-        """Of each logged request: its bytes, and the number of the request that came next when it was freed (None: live)."""
+        """For each logged request: its bytes, and the number of the next request when it was freed (None: it is live)."""
         count = self.logged
         pairs = (_INTEGER * (2 * count))()
         self._call["read"](count, pairs)
@@ -135,17 +135,15 @@ class Lane(ABC):
         self._call["remove"](plan)
 
     def begin(self, plan: int, arena_nbytes: int) -> bool:
-        """Begin a window under a plan, in an arena of at least so many bytes. Returns whether there is memory
-        for the arena.
-        """
+        """Begin a window under a plan, in an arena of at least `arena_nbytes`. Returns whether there is memory for it."""
         return bool(self._call["begin"](plan, arena_nbytes))
 
     def end(self, free: bool) -> None:
-        """End the window, if there is one. `free`: free the arena, as soon as no buffer is in it."""
+        """End the window, if there is one. `free`: free the arena as soon as it has no buffer."""
         self._call["end"](free)
 
     def counts(self) -> Counts:
-        """The counts of the window that is open, or else of the last one."""
+        """The counts of the open window, or else of the last one."""
         values = (_INTEGER * len(fields(Counts)))()
         self._call["counts"](values)
         return Counts(*values)
@@ -168,12 +166,12 @@ class Pool(Lane):
         self._give_back.restype, self._give_back.argtypes = None, (ctypes.c_void_p,)
 
     def take(self, nbytes: int) -> int | None:
-        """As an allocator: the address of the next request, or None where the ordinary allocator would serve it. For tests."""
+        """For tests: act as an allocator. The address of the next request; None if the ordinary allocator would serve it."""
         at: int | None = self._take(nbytes)
         return at
 
     def give_back(self, address: int) -> None:
-        """As an allocator: free what `take` returned. For tests."""
+        """For tests: act as an allocator. Free what `take` returned."""
         self._give_back(address)
 
     @property
@@ -185,6 +183,6 @@ class Pool(Lane):
 
 
 def pool() -> Pool | None:
-    """The planned pool of the CPU; None where the native counter, of which it is a part, is not in place."""
+    """The planned pool of the CPU; None if the native counter, of which it is a part, is not installed."""
     counts = counter()
     return None if counts is None else Pool(counts)

@@ -1,11 +1,11 @@
-// The planned pools of CUDA streams. Each stream has a lane (lane.h) with its own log, plans and arena, because only what one
-// stream does has an order. Requests of all threads on a stream are its requests: backward runs in a thread of its own.
+// The planned pools of CUDA streams. Each stream has a lane (lane.h) with its own log, plans and arena, because only the work
+// of one stream has an order. A lane gets the requests of all threads on its stream, because backward runs in its own thread.
 //
-// A buffer that another stream uses too (`record_stream`) has a fence when it is freed: events of the other streams. Before
-// its range is used again, the arena's stream waits for them. Nobody else waits.
+// If other streams also use a buffer (`record_stream`), it gets a fence when it is freed: events of these streams. Before its
+// range is used again, the arena's stream waits for these events. Nothing else waits.
 //
-// The ordinary allocator and the CUDA runtime are never called under the lock: they may wait for the device, and the ordinary
-// allocator calls others back. No object is ever destroyed, because memory may be freed while the process ends.
+// The ordinary allocator and the CUDA runtime are never called under the lock, because they may wait for the device, and the
+// ordinary allocator has callbacks. No object is ever destroyed, because memory may be freed while the process ends.
 #include "streams.h"
 
 #include <atomic>
@@ -26,33 +26,33 @@ namespace {
 
 using namespace memopt;
 using memopt_streams::Ordinary;
-using memopt_streams::Place;
+using memopt_streams::StreamKey;
 
-constexpr int kMostStreams = 16;  // of a device; requests of further ones are left to the ordinary allocator
+constexpr int kMostStreams = 16;  // maximum per device; requests of further streams are left to the ordinary allocator
 
 struct Stream {
-  explicit Stream(Place at) : place(at) {}
-  Place place;
+  explicit Stream(StreamKey at) : place(at) {}
+  StreamKey place;
   Lane lane;
-  bool active = false;      // something was requested while a window of the device was open, and that is not forgotten
-  int64_t beside_peak = 0;  // bytes of the device outside of this lane's arenas: the most in the planned window
-  std::map<const char*, std::vector<Place>> users;  // of live buffers that other streams use
+  bool active = false;      // whether something was requested, and not forgotten, while a window of the device was open
+  int64_t beside_peak = 0;  // maximum bytes of the device outside of this lane's arenas in the planned window
+  std::map<const char*, std::vector<StreamKey>> users;  // live buffer -> the other streams that use it
   std::vector<Fence> fences;
 };
 
 struct Dead {
-  Place place;
+  StreamKey place;
   Arena* arena;
   std::vector<Fence> fences;
 };
 
-Spin guard;  // protects everything below, but what is atomic
+Spin guard;  // protects everything below that is not atomic
 std::vector<Stream*>& streams = *new std::vector<Stream*>;
 std::map<const char*, Stream*>& owners = *new std::map<const char*, Stream*>;  // beginning of an arena -> its stream
-std::map<int, int>& captures = *new std::map<int, int>;                        // device -> how many are in progress
-std::vector<Dead>& dead = *new std::vector<Dead>;                              // arenas that nobody uses
+std::map<int, int>& captures = *new std::map<int, int>;                        // device -> number in progress
+std::vector<Dead>& dead = *new std::vector<Dead>;                              // arenas without buffers
 Ordinary* ordinary = nullptr;
-bool forked = false;  // this process is a child, where CUDA cannot be used
+bool forked = false;  // whether this process is a forked child, where CUDA cannot be used
 std::atomic<bool> windows{false}, logging{false}, arenas{false};
 
 std::vector<Fence> fences_in(Stream* stream, const char* begin, const char* end) {
@@ -62,8 +62,8 @@ std::vector<Fence> fences_in(Stream* stream, const char* begin, const char* end)
   return in;
 }
 
-// Holds the lock; then what others read without it is as the lanes are, and dead arenas are freed. Not while memory is
-// captured: the wait for a fence would become a part of the graph.
+// Holds the lock. At its end, updates the values that others read without the lock, and frees dead arenas. They are not freed
+// during a capture, because the wait for a fence would become part of the graph.
 struct Locked {
   Locked() { guard.lock(); }
   ~Locked() {
@@ -94,7 +94,7 @@ struct Locked {
   }
 };
 
-// The stream of an arena that has an address; null if there is none.
+// The stream of the arena that contains an address; null if there is none.
 Stream* owner_of(const void* at) {
   auto next = owners.upper_bound(static_cast<const char*>(at));
   if (next == owners.begin()) return nullptr;
@@ -102,8 +102,8 @@ Stream* owner_of(const void* at) {
   return stream->lane.owner(at) == nullptr ? nullptr : stream;
 }
 
-// The lane of a stream, which is made if there is none; null if the device has too many.
-Stream* stream_at(Place place) {
+// The lane of a stream, made on first use; null if the device has too many.
+Stream* stream_at(StreamKey place) {
   int others = 0;
   for (Stream* stream : streams) {
     if (stream->place.device != place.device) continue;
@@ -139,7 +139,7 @@ void serve(Ordinary* with) {
 
 bool in_window() { return windows.load(std::memory_order_relaxed); }
 
-void* take(Place place, size_t n) {
+void* take(StreamKey place, size_t n) {
   const int64_t nbytes = static_cast<int64_t>(n);
   if (nbytes <= 0) return nullptr;
   std::vector<Fence> fences;
@@ -157,7 +157,7 @@ void* take(Place place, size_t n) {
   return at;
 }
 
-void served(Place place, void* context, size_t nbytes) {
+void served(StreamKey place, void* context, size_t nbytes) {
   bool planned = false;
   {
     const Locked locked;
@@ -185,7 +185,7 @@ bool give_back(void* at) {
   if (!arenas.load()) return false;
   Stream* stream = nullptr;
   Fence fence{};
-  std::vector<Place> users;
+  std::vector<StreamKey> users;
   {
     const Locked locked;
     stream = owner_of(at);
@@ -200,7 +200,7 @@ bool give_back(void* at) {
     }
     if (captures[stream->place.device] > 0 || forked) fence.late.swap(users);
   }
-  for (const Place user : users) fence.events.push_back(event_of(user));  // before anybody can have the range
+  for (const StreamKey user : users) fence.events.push_back(event_of(user));  // before the range can be used again
   const Locked locked;
   if (fence.begin != nullptr) stream->fences.push_back(std::move(fence));
   stream->lane.give_back(at);
@@ -214,7 +214,7 @@ void* arena_of(const void* at) {
   return stream == nullptr ? nullptr : stream->lane.owner(at)->base;
 }
 
-bool used_by(const void* at, Place user) {
+bool used_by(const void* at, StreamKey user) {
   if (!arenas.load()) return false;
   const Locked locked;
   Stream* const stream = owner_of(at);
@@ -223,8 +223,8 @@ bool used_by(const void* at, Place user) {
   const Arena* const arena = stream->lane.owner(at);
   auto live = arena->live.upper_bound(static_cast<const char*>(at) - arena->base);
   if (live == arena->live.begin()) return true;
-  std::vector<Place>& users = stream->users[arena->base + std::prev(live)->first];
-  for (const Place& known : users)
+  std::vector<StreamKey>& users = stream->users[arena->base + std::prev(live)->first];
+  for (const StreamKey& known : users)
     if (known.device == user.device && known.stream == user.stream) return true;
   users.push_back(user);
   return true;
@@ -242,7 +242,7 @@ void capture_ends(int device) {
 
 }  // namespace memopt_streams
 
-// Each function below is one of `Lane`, of the stream with a number. Python calls them.
+// Each function below is a function of `Lane`, for the stream with a given number. Python calls them.
 extern "C" {
 
 // The number of a stream, or -1 if the device has too many.
@@ -273,7 +273,7 @@ int32_t memopt_stream_active(int32_t number) {
   return streams[number]->active;
 }
 
-// Forgets what was logged and requested: it is not a part of coming steps.
+// Forgets what was logged and requested, because it is not part of coming steps.
 void memopt_stream_forget(int32_t number) {
   const Locked locked;
   streams[number]->lane.log();
@@ -306,8 +306,8 @@ void memopt_stream_remove(int32_t number, int64_t plan) {
   streams[number]->lane.remove(plan);
 }
 
-// Begins a window under a plan, in an arena of at least `nbytes`. Returns whether there is memory for it; if not, there is no
-// window. During a capture no arena is made: then the window has none, and the ordinary allocator serves it.
+// Begins a window under a plan, in an arena of at least `nbytes`. Returns false, and begins no window, if there is no memory
+// for it. During a capture no arena is made: the window then has none, and the ordinary allocator serves all requests.
 int64_t memopt_stream_begin(int32_t number, int64_t plan, int64_t nbytes) {
   Stream* stream = nullptr;
   bool has_arena = false;
@@ -350,12 +350,12 @@ void memopt_stream_arenas(int32_t number, int64_t* to) {
   to[1] = streams[number]->lane.live_nbytes();
 }
 
-// The most bytes of the device outside of the stream's arenas since its last planned window began.
+// Maximum bytes of the device outside of the stream's arenas since its last planned window began.
 int64_t memopt_stream_beside(int32_t number) {
   const Locked locked;
   return streams[number]->beside_peak;
 }
 
-// All live bytes of a device, with the arenas.
+// All live bytes of a device, including the arenas.
 int64_t memopt_device_live(int32_t device) { return ordinary->live_nbytes(device); }
 }

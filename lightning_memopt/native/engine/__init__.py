@@ -1,9 +1,9 @@
 """The native engine: parts of the runtime in C++, as a Python module that is built on first use and cached.
 
 It works on the objects of the Python engine, whose slots it reads and writes (objects.h). So state has one owner, and either
-engine can take over at any op. Python stays complete: it is the reference, and what runs where nothing can be built.
+engine can take over at any op. The Python engine is complete: it is the reference, and runs where the module cannot be built.
 
-`install` builds and loads it, once a process; `MEMOPT_NATIVE=0` switches it off. `loaded()` is the module then, else None.
+`install` builds and loads the module, once per process; `MEMOPT_NATIVE=0` switches it off. `loaded()` returns it, or None.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _module: Any = None
 
 
 def loaded() -> Any:
-    """The module, where `install` has loaded it; else None. Its functions: module.cpp."""
+    """The module if `install` has loaded it, else None. module.cpp has its functions."""
     return _module
 
 
 def hiding() -> Callable[[T], T]:
     """A function that hides an object from the garbage collector, and returns it. Without the module it only returns it.
 
-    Only for objects that nothing they refer to refers back to. An observed step makes ten such objects an op; each costs the
-    collector two microseconds, because many new objects make it look through all objects of the process.
+    Only for objects that cannot be part of a reference cycle. An observed step makes ten such objects per op. Each costs the
+    collector two microseconds, because many new objects make it visit all objects of the process.
     """
     return _shown if _module is None else _module.untrack
 
 
 def maker(kind: type[T]) -> Callable[..., T]:
-    """A function that makes an object of a dataclass with slots, of all its values in order; hidden as by `hiding`."""
+    """A function that makes an object of a dataclass with slots from all its values in order, and hides it like `hiding`."""
     if _module is not None:
         return partial(_module.row, kind)
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
@@ -62,7 +62,7 @@ def _shown(thing: T) -> T:
 
 @contextlib.contextmanager
 def without() -> Iterator[None]:
-    """Within, the Python engine runs though the module is loaded: to compare the two. For the whole process."""
+    """Within, the Python engine runs although the module is loaded, to compare the two. For the whole process."""
     global _module
     module, _module = _module, None
     try:
@@ -72,7 +72,7 @@ def without() -> Iterator[None]:
 
 
 def install(say: Callable[[str], None], prepare: Callable[[Any], None]) -> None:
-    """Build and load the module, once a process, and call `prepare(module)`. If that is impossible, one line says why.
+    """Build and load the module, once per process, and call `prepare(module)`. If that is impossible, one line says why.
 
     prepare: tells the module what it needs, and tests it. Raises BuildError if the test fails.
     """
@@ -85,7 +85,7 @@ def install(say: Callable[[str], None], prepare: Callable[[Any], None]) -> None:
             module = _load(cxx.library("engine", _parts(), _compile, lambda: say(_BUILDING)))
             prepare(module)
         except cxx.BuildError as error:
-            say(f"MemOpt: the native engine is not there: {error}. Python runs in its place: slower, with the same results.")
+            say(f"MemOpt: the native engine is not there: {error}. Python runs instead: slower, with the same results.")
             return
         _module = module
 
@@ -106,7 +106,7 @@ def _load(path: Path) -> Any:
 
 
 def _parts() -> tuple[str, ...]:
-    """Everything that the module depends on, besides the compiler."""
+    """Everything that the module depends on, except the compiler."""
     return (*parts(_SOURCES), sys.version, _headers())
 
 
@@ -122,6 +122,6 @@ def _compile(compiler: str, target: Path) -> None:
     folders = TORCH / "include/torch/csrc/api/include", _headers()
     linked = "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"
     whole = [source for source in _SOURCES if source.name == "all.cpp"]
-    # pybind11 would ask for each reference that it counts whether this thread has the interpreter's lock
+    # otherwise pybind11 checks at each reference count whether this thread has the interpreter's lock
     options = "-fvisibility=hidden", "-DPYBIND11_NO_ASSERT_GIL_HELD_INCREF_DECREF", *(f"-I{folder}" for folder in folders)
     cxx.run(command(compiler, whole, linked, target, options))

@@ -32,7 +32,7 @@ Actions::Tensors tensors_of(py::handle sequence) {
   return tensors;
 }
 
-// Whether the step has not deviated from the plan: only then the plan's actions are all that is to be done.
+// Whether the step has not deviated from the plan. Only then there is nothing to do besides the plan's actions.
 bool is_as_planned(const Backward& backward) {
   PyObject* const guard = backward.guard.ptr();
   PyObject* const deviation = cursor_slots.deviation.get(backward.cursor.ptr());
@@ -41,7 +41,7 @@ bool is_as_planned(const Backward& backward) {
       PyList_GET_SIZE(backward.due.ptr()) == 0;
 }
 
-// The event that comes next, if it is this one, which then has come; else null.
+// If this event is the next one, takes it and returns it; else null.
 const Actions::Event* take(const Backward& backward, bool is_unpack, int64_t save, int64_t occurrence) {
   PyObject* const turns = backward.turns.ptr();
   const int64_t next = number(turns_slots.next, turns);
@@ -49,7 +49,7 @@ const Actions::Event* take(const Backward& backward, bool is_unpack, int64_t sav
   if (next >= static_cast<int64_t>(events.size())) return nullptr;
   const auto& event = events[next];
   if (event.is_unpack != is_unpack || event.save != save || event.occurrence != occurrence) return nullptr;
-  for (const auto& tensor : event.frees) {  // a copy that has failed raises an error where a parked tensor is dropped
+  for (const auto& tensor : event.frees) {  // a failed copy raises an error when a parked tensor is dropped
     PyObject* const version = is_unpack ? nullptr : version_with(backward.versions.ptr(), tensor.ptr());
     if (version != nullptr && is_parked(version_slots.holding.get(version))) return nullptr;
   }
@@ -59,7 +59,7 @@ const Actions::Event* take(const Backward& backward, bool is_unpack, int64_t sav
 
 bool lives(const Backward& backward, PyObject* holding) { return has(backward.active.ptr(), holding_slots.tensor.get(holding)); }
 
-// `PlannedHoldings.may_drop`, of a version that is not parked, in a step that is as planned.
+// `PlannedHoldings.may_drop`, for a version that is not parked, in a step that is as planned.
 bool may_drop(const Backward& backward, PyObject* version) {
   PyObject* const holding = version_slots.holding.get(version);
   if (holding_slots.claim.get(holding) == constants.pinned_claim) return false;
@@ -68,8 +68,8 @@ bool may_drop(const Backward& backward, PyObject* version) {
   return last == nullptr || number(cursor_slots.point, backward.cursor.ptr()) >= PyLong_AsLongLong(last);
 }
 
-// The plan needs the version no longer: drop it, unless another tensor of the plan lives in it. `method`: that of
-// `PlannedHoldings`, which is called where the version is parked.
+// The plan no longer needs the version: drop it, unless another tensor of the plan lives in it. `method`: the method of
+// `PlannedHoldings` to call if the version is parked.
 void let_go(const Backward& backward, py::handle engine, PyObject* version, const char* method) {
   PyObject* const holding = version_slots.holding.get(version);
   if (lives(backward, holding)) return;
@@ -89,7 +89,7 @@ void free(const Backward& backward, py::handle engine, const Actions::Event& eve
   }
 }
 
-// The tensor of a handle, if it is in memory, and nothing is to be said about it; else none.
+// The tensor of a handle if it is in memory and there is no error to raise; else none.
 py::object in_memory(const Backward& backward, PyObject* handle) {
   PyObject* version = handle_slots.version.get(handle);
   while (version_slots.next.get(version) != Py_None)  // `present`
@@ -110,10 +110,10 @@ bool is_there(PyObject* version) {
   PyObject* const holding = version_slots.holding.get(version);
   const at::Tensor* const value = value_of(holding);
   if (value == nullptr || !is_intact(holding, *value)) return false;
-  return static_cast<int64_t>(value->storage().nbytes()) >= number(version_slots.nbytes, version);  // a weight that is away has none
+  return static_cast<int64_t>(value->storage().nbytes()) >= number(version_slots.nbytes, version);  // a weight that is not gathered has none
 }
 
-// Runs an op of the plan's forward again, if nothing stands in its way (`run_again` of the engine).
+// Runs an op of the plan's forward again if nothing prevents it (`run_again` of the engine).
 bool runs_again(const Backward& backward, const Actions::Step& step) {
   PyObject* const versions = backward.versions.ptr();
   PyObject* call = Py_None;
@@ -134,7 +134,7 @@ bool runs_again(const Backward& backward, const Actions::Step& step) {
   return true;
 }
 
-// While it lives, this thread has the engine's lock, which is Python's.
+// While it exists, this thread has the engine's lock, which is a Python object.
 class Lock {
  public:
   explicit Lock(py::handle engine) : lock_(engine.attr("lock")) { lock_.attr("acquire")(); }
@@ -156,10 +156,10 @@ struct BelowAutograd {
   at::AutoDispatchBelowAutograd no_history;
   c10::impl::ExcludeDispatchKeyGuard above{c10::DispatchKeySet(
       {c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA, c10::DispatchKey::VmapMode})};
-  c10::AutoGradMode grad{c10::GradMode::is_enabled()};  // calls run under their own mode; then this one is put back
+  c10::AutoGradMode grad{c10::GradMode::is_enabled()};  // calls run under their own mode; afterwards this one is restored
 };
 
-// `perform_natively` of the engine, where its contexts have nothing to do but to go below autograd.
+// `perform_natively` of the engine, if its contexts only need to go below autograd.
 void perform_below(const Backward& backward, py::handle engine, int64_t segment) {
   const py::object flags = py::handle(constants.numeric_flags)();
   const py::object then = engine.attr("tape").attr("flags");
@@ -272,7 +272,7 @@ void finalize(PyObject* handle) {
   } else {
     try {
       tell(handle, engine, *backward);
-    } catch (py::error_already_set& error) {  // an interrupt: Python's destructor is named, see record/interrupts.py
+    } catch (py::error_already_set& error) {  // an interrupt: names Python's destructor (record/interrupts.py)
       error.restore();
       PyErr_WriteUnraisable(py::handle(handle_slots.type).attr("__del__").ptr());
     }

@@ -7,13 +7,13 @@
 
 namespace memopt {
 
-// The plan's actions, by the events of backward. Tensors are those of the plan: keys of the tape's versions.
+// The plan's actions, by the events of backward. Tensors are tensors of the plan: keys of the tape's versions.
 struct Actions {
   using Tensors = std::vector<pybind11::object>;
   struct Step {
     enum Kind { kFetch, kFree, kRebuild } kind;
     pybind11::object subject;  // the tensor, or the op
-    Tensors made, clones;      // of the op: its results, and inputs that it overwrites and that are still needed
+    Tensors made, clones;      // the op's results, and the inputs that it overwrites and that are still needed
   };
   struct Segment {
     int64_t point;
@@ -23,19 +23,19 @@ struct Actions {
   struct Event {
     bool is_unpack;
     int64_t save, occurrence;
-    int64_t segment;  // its index; -1: nothing runs
+    int64_t segment;  // index of the segment; -1: nothing runs
     Tensors frees;
   };
   std::vector<Event> events;  // in the observed order
   std::vector<Segment> segments;
-  pybind11::object last_fetch;  // parked tensor -> the point at which it is fetched last
+  pybind11::object last_fetch;  // parked tensor -> the point of its last fetch
 };
 
 // `events`: (is unpack, save, occurrence, segment, frees) of each. `segments`: (point, births, steps) of each; a step is (kind,
 // tensor or op, made, clones).
 std::unique_ptr<Actions> actions_of(pybind11::handle events, pybind11::handle segments, pybind11::handle last_fetch);
 
-// The backward of one forward; no reference to its engine.
+// The backward of one forward. It has no reference to the engine.
 struct Backward {
   pybind11::object owner;  // of `actions`
   const Actions& actions;
@@ -43,13 +43,14 @@ struct Backward {
   pybind11::object active, cursor, turns, guard, due, ran;
 };
 
-// `Engine.unpacked`, of any engine. None if Python must answer; then nothing has been done.
+// `Engine.unpacked`, for any engine. None if Python must return the tensor; then nothing has been done.
 pybind11::object unpacked(pybind11::handle engine, pybind11::handle handle);
-// The tensor that autograd asks for with a handle. The thread has the engine's lock. None if Python must answer; then nothing has been done.
+// The tensor that autograd asks for with a handle. The thread has the engine's lock. None if Python must return it; then
+// nothing has been done.
 pybind11::object request(const Backward& backward, pybind11::handle engine, pybind11::handle handle);
-// A node let go of a handle. Returns false if Python must be told; then nothing has been done.
+// A node released a handle. Returns false if Python must handle that; then nothing has been done.
 bool released(const Backward& backward, pybind11::handle engine, pybind11::handle handle);
-// Handles are destroyed here from now on, where their engine is in a backward that is native. After `know`.
+// From now on handles whose engine is in a native backward are destroyed here. Call it after `know`.
 void adopt_destructor();
 // Runs the steps of a segment. Call it below autograd.
 void perform(const Backward& backward, pybind11::handle engine, size_t segment);

@@ -32,7 +32,7 @@ const Shared& shared_by(PyObject* guard) { return reinterpret_cast<VersionGuard*
 void destroy(PyObject* self) {
   reinterpret_cast<VersionGuard*>(self)->shared.~Shared();
   guard_type->tp_free(self);
-  Py_DECREF(guard_type);  // each object of a class that was made at run time has a reference to it
+  Py_DECREF(guard_type);  // an object of a class that was made at run time has a reference to the class
 }
 
 PyObject* version(PyObject* self, void*) { return PyLong_FromUnsignedLong(shared_by(self).counter.current_version()); }

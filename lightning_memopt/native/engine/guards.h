@@ -1,5 +1,5 @@
-// What a handle keeps of the tensor that it stands for: its version counter. A tensor without memory, which Python has in this
-// place (`version_guard` in runtime/engine/handles.py), takes ten times as long to make.
+// What a handle keeps of the saved tensor: its version counter. A tensor without memory, which Python uses for this
+// (`version_guard` in runtime/engine/handles.py), takes ten times as long to make.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
@@ -14,7 +14,7 @@ bool add_guards(PyObject* module);
 
 pybind11::object guard_of(const at::Tensor& t);
 
-// The version counter now. `guard`: an object of this class, or a tensor.
+// The present version counter. `guard`: an object of this class, or a tensor.
 int64_t version_at(PyObject* guard);
 
 }  // namespace memopt

@@ -32,18 +32,18 @@ struct Hook {
 
 PyTypeObject* pack_type = nullptr;
 PyObject* unpack_function = nullptr;
-thread_local std::unordered_set<PyObject*> planned;  // forwards of this thread that are under way
-thread_local bool have_rested = false;               // in one of them
+thread_local std::unordered_set<PyObject*> planned;  // forwards of this thread that are running
+thread_local bool have_rested = false;               // whether hooks were off in one of them
 std::vector<PyObject*>& idle = *new std::vector<PyObject*>;  // pack hooks that no forward uses; under the interpreter's lock
 
-// So many references that those of torch, which are not counted within a forward, never make it zero.
-// A node that outlives the forward drops a reference that was not counted, so the number falls, and is renewed.
+// Sets a reference count so high that torch, whose references are not counted within a forward, never makes it zero.
+// A node that outlives the forward drops a reference that was not counted. So the count falls, and is set again.
 void make_immortal(PyObject* object) {
   constexpr Py_ssize_t kMany = Py_ssize_t{1} << 29;
   if (Py_REFCNT(object) < kMany / 2) Py_SET_REFCNT(object, kMany);
 }
 
-// The object of a weak reference; none if it is gone, or there is no reference.
+// The object of a weak reference; none if it was freed, or there is no reference.
 py::object referent(PyObject* reference) {
   if (reference == nullptr) return py::none();
 #if PY_VERSION_HEX >= 0x030D0000
@@ -120,8 +120,9 @@ PyObject* pack_hook(PyObject*, PyObject* engine) {
   return hook;
 }
 
-// Torch does not call hooks while it traces: this is how they rest. A backward has the state of the thread that began it, and
-// puts it back after each node, so nothing rests in a backward. Of nested forwards, both see an op of the inner one: none rests.
+// Torch does not call hooks while it traces. This is how they are switched off. A backward has the state of the thread that
+// began it, and restores it after each node, so hooks are on in a backward. They are on in nested forwards, too, which both see
+// an op of the inner one.
 void rest_hooks() {
   if (planned.size() != 1) return;
   const auto& state = at::SavedTensorDefaultHooks::get_tls_state();

@@ -47,7 +47,8 @@ class Table final : public PyInterpreterVTable {
   }
   bool try_incref(const c10::impl::PyObjectSlot& slot) const override { return torchs->try_incref(slot); }
   size_t refcnt(PyObject* o) const override { return torchs->refcnt(o); }
-  // While hooks rest, torch saves results itself, as aliases: no op of the forward. (`detach` is one: no hooks rest then.)
+  // While hooks are off, torch saves results itself, as aliases, which are no ops of the forward. (Hooks are on at `detach`
+  // ops.)
   c10::intrusive_ptr<TensorImpl> detach(const TensorImpl* t) const override {
     if (!hooks_rest() || innermost() == nullptr || t->key_set().has(c10::DispatchKey::Python)) return torchs->detach(t);
     return alias_of(*t);
@@ -101,7 +102,7 @@ class Table final : public PyInterpreterVTable {
   void reset_backward_hooks(const TensorImpl* t) const override { torchs->reset_backward_hooks(t); }
 };
 
-const Table& table = *new Table;  // never destroyed: another thread may be in it
+const Table& table = *new Table;  // never destroyed, because another thread may be using it
 
 }  // namespace
 

@@ -1,10 +1,10 @@
-// The interpreter's lock, as Python's own functions take and give it: pybind11's take twice as many instructions.
+// The interpreter's lock, taken and released by Python's own functions, because pybind11's take twice as many instructions.
 #pragma once
 #include <torch/csrc/python_headers.h>
 
 namespace memopt {
 
-// While it lives, this thread has the lock.
+// While it exists, this thread has the lock.
 class Locked {
  public:
   Locked() : before_(PyGILState_Ensure()) {}
@@ -16,7 +16,7 @@ class Locked {
   PyGILState_STATE before_;
 };
 
-// While it lives, this thread, which has the lock, lets others have it.
+// While it exists, this thread, which has the lock, releases it to others.
 class Unlocked {
  public:
   Unlocked() : thread_(PyEval_SaveThread()) {}

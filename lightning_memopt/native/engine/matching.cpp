@@ -53,7 +53,7 @@ bool same_constant(const IValue& a, const IValue& b) {
   return false;
 }
 
-// Calls a method of the matcher as torch does: with the mode off the stack.
+// Calls a method of the matcher as torch does, with the mode removed from the stack.
 template <typename... Args>
 py::object call_method(PyObject* matcher, const char* name, const Args&... args) {
   const torch::torch_dispatch_mode::StashTorchDispatchModeGuard stashed;
@@ -69,7 +69,7 @@ class Comparison {
   Comparison(PyObject* matcher, const Forward& forward, const Template& expected, c10::ArrayRef<IValue> args)
       : matcher_(matcher), forward_(forward), expected_(expected), args_(args) {}
 
-  bool startable = true;  // whether a rebuild can have all tensors that the op reads
+  bool startable = true;  // whether a rebuild can use all tensors that the op reads
 
   bool fits() {
     for (const size_t i : expected_.writes)
@@ -121,7 +121,7 @@ class Comparison {
     return true;
   }
 
-  // `Matcher.adopts`, of a tensor that is like the one of an earlier step; none if Python must adopt it.
+  // `Matcher.adopts`, for a tensor like that of an earlier step; none if Python must adopt it.
   py::object adopted(const at::Tensor& t, PyObject* tensor) {
     PyObject* const known = PyDict_GetItemWithError(forward_.familiar.ptr(), tensor);
     if (known == nullptr || has(forward_.versions.ptr(), tensor)) return py::none();
@@ -176,7 +176,7 @@ class Comparison {
   c10::ArrayRef<IValue> args_;
 };
 
-// Holds a result where the plan holds it from its birth (`PlannedHoldings.hold`).
+// Holds a result if the plan holds it from its birth (`PlannedHoldings.hold`).
 void hold_as_planned(PyObject* matcher, const Forward& forward, const Template& expected, const at::Tensor& t, const py::object& version) {
   PyObject* const holding = version_slots.holding.get(version.ptr());
   const auto tensor = py::reinterpret_borrow<py::object>(holding_slots.tensor.get(holding));
@@ -192,7 +192,7 @@ void hold_as_planned(PyObject* matcher, const Forward& forward, const Template& 
   PySet_Add(forward.active.ptr(), tensor.ptr());
 }
 
-// Notes the results of an op that was as its template says.
+// Notes the results of an op that matched its template.
 void note(
     PyObject* matcher, const Forward& forward, const Template& expected, const py::object& call,
     const std::vector<at::Tensor>& results, bool startable) {
@@ -240,7 +240,7 @@ bool have_any(c10::ArrayRef<IValue> args, c10::DispatchKeySet keys) {
 }
 
 const c10::DispatchKeySet kSubclass(c10::DispatchKey::Python);
-// Within a mode, torch runs some ops on these as if they were plain: Python knows which (record/rules.py).
+// Within a mode, torch runs some ops on these as if they were plain. Python knows which ops (record/rules.py).
 const c10::DispatchKeySet kLazyBits({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
 
 void run_unseen(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -253,7 +253,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   run_unseen(op, stack);
 }
 
-// The op of an overload that stands in the place of a template. Overloads live as long as the process.
+// The op of an overload that the list has instead of a template. Overloads exist as long as the process.
 const c10::OperatorHandle* op_of(PyObject* overload) {
   static auto& known = *new std::unordered_map<PyObject*, std::optional<c10::OperatorHandle>>;
   auto at = known.find(overload);
@@ -265,7 +265,7 @@ const c10::OperatorHandle* op_of(PyObject* overload) {
   return at->second ? &*at->second : nullptr;
 }
 
-// The call of this step, with the state of the generator from which the op is about to draw.
+// The call for this step, with the state of the generator from which the op is about to draw.
 py::object with_state(PyObject* matcher, const Template& expected, c10::ArrayRef<IValue> args) {
   at::Device device = at::kCPU;
   for (const IValue& value : args)
@@ -274,9 +274,9 @@ py::object with_state(PyObject* matcher, const Template& expected, c10::ArrayRef
 }
 
 enum class Answer {
-  kPython,    // the op is the matcher's
+  kPython,    // the Python matcher must run the op
   kRan,       // it ran
-  kPassesBy,  // it is to be run, and nothing is to be noted
+  kPassesBy,  // the op must run, but nothing is noted
 };
 
 Answer answer_to(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::Stack* stack) {

@@ -26,7 +26,7 @@ PyObject* capsule(std::unique_ptr<T> owned) {
   return PyCapsule_New(owned.release(), nullptr, forget);
 }
 
-// know(objects, in_order, current_stream): the classes whose slots are read, constants, and functions, see values.h.
+// know(objects, in_order, current_stream): sets the classes whose slots are read, constants, and functions (values.h).
 PyObject* know_objects(PyObject*, PyObject* args) {
   PyObject* objects;
   if (!PyArg_ParseTuple(args, "O!OO", &PyDict_Type, &objects, &in_order, &current_stream)) return nullptr;
@@ -47,7 +47,7 @@ PyObject* prepare_call(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// run(call, versions, survives): runs a prepared call again. Returns whether it has; if not, nothing has been done.
+// run(call, versions, survives): runs a prepared call again. Returns whether it did. If not, nothing has been done.
 PyObject* run_call(PyObject*, PyObject* const* args, Py_ssize_t n) {
   HANDLE_TH_ERRORS
   if (n != 3) return PyErr_Format(PyExc_TypeError, "run takes 3 arguments, got %zd", n);
@@ -66,8 +66,8 @@ PyObject* make_template(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// forward(of_storage, versions, weak, beneath, unread, cursor, holds, unsaved, active, sized_by_data, familiar, saving): an object
-// for the slot `native` of a matcher.
+// forward(of_storage, versions, weak, beneath, unread, cursor, holds, unsaved, active, sized_by_data, familiar, saving): an
+// object for the slot `native` of a matcher.
 PyObject* make_forward(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   const auto all = pybind11::reinterpret_borrow<pybind11::tuple>(args);
@@ -77,7 +77,8 @@ PyObject* make_forward(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// packing(of_storage, cursor, names, tracked, parked, packed_then_overwritten, dropped_at_pack, packs, packs_here, labels, stand_ins, packed): for `pack`.
+// packing(of_storage, cursor, names, tracked, parked, packed_then_overwritten, dropped_at_pack, packs, packs_here, labels,
+// stand_ins, packed): for `pack`.
 PyObject* make_packing(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   const auto all = pybind11::reinterpret_borrow<pybind11::tuple>(args);
@@ -87,7 +88,7 @@ PyObject* make_packing(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// actions(events, segments, last_fetch): the plan's actions in backward, see `actions_of`.
+// actions(events, segments, last_fetch): the plan's actions in backward (`actions_of`).
 PyObject* make_actions(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *events, *segments, *last_fetch;
@@ -115,7 +116,7 @@ const Backward* backward_in(PyObject* const* args, Py_ssize_t n) {
   return backward;
 }
 
-// request(backward, engine, handle): the tensor; None if Python must answer.
+// request(backward, engine, handle): the tensor; None if Python must return it.
 PyObject* request_tensor(PyObject*, PyObject* const* args, Py_ssize_t n) {
   HANDLE_TH_ERRORS
   return request(*backward_in(args, n), args[1], args[2]).release().ptr();
@@ -151,10 +152,10 @@ PyObject* end(PyObject*, PyObject* forward) {
   Py_RETURN_NONE;
 }
 
-// under_way(): how many planned forwards are under way, in all threads.
+// under_way(): number of planned forwards that are running, in all threads.
 PyObject* under_way(PyObject*, PyObject*) { return PyLong_FromSize_t(forwards_under_way()); }
 
-// counts(): how many ops of planned forwards were run natively, and how many in Python, so far.
+// counts(): number of ops of planned forwards that ran natively, and in Python, so far.
 PyObject* counts(PyObject*, PyObject*) { return Py_BuildValue("LL", native_ops, python_ops); }
 
 PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {

@@ -10,9 +10,9 @@
 namespace memopt {
 namespace {
 
-constexpr int64_t kNone = INT64_MIN;  // the number of a node that adds to a leaf is -1
+constexpr int64_t kNone = INT64_MIN;  // not -1, which is the number of a node that adds to a leaf
 thread_local std::vector<int64_t> running;  // sequence numbers of the nodes that run, the outermost first
-thread_local int64_t ended = kNone;         // that of the node that ended last
+thread_local int64_t ended = kNone;         // number of the node that ended last
 
 std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& node) {
   running.push_back(node.seqNr());

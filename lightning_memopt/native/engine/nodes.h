@@ -1,5 +1,5 @@
-// Which node of a backward runs in this thread. Python can ask for the current node, but that stays the same while autograd adds
-// the results of the node to those of other nodes.
+// Know which node of a backward runs in this thread. Python can ask torch for the current node, but that stays the same while
+// autograd adds the results of the node to those of other nodes.
 #pragma once
 #include <Python.h>
 

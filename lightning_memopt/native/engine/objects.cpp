@@ -28,7 +28,7 @@ bool Slot::find(PyObject* type, const char* name) {
       Py_TYPE(descriptor) == &PyMemberDescr_Type ? reinterpret_cast<PyMemberDescrObject*>(descriptor)->d_member : nullptr;
   const bool is_slot = member != nullptr && member->type == T_OBJECT_EX;
   if (is_slot) offset_ = member->offset;
-  Py_DECREF(descriptor);  // its class has it
+  Py_DECREF(descriptor);  // its class keeps it alive
   if (!is_slot) PyErr_Format(PyExc_TypeError, "%R has no slot %s", type, name);
   return is_slot;
 }
@@ -40,7 +40,7 @@ struct Field {
   Slot* slot;
 };
 
-// An object by its name, which stays as long as the process.
+// An object by its name. It exists as long as the process.
 bool take(PyObject* objects, const char* name, PyObject** to) {
   *to = PyDict_GetItemString(objects, name);
   if (*to == nullptr) PyErr_Format(PyExc_TypeError, "%s is missing", name);

@@ -1,5 +1,5 @@
-// The engine's objects are Python's (record/tape.py, runtime/engine): they have one owner, and both engines work on them. Here
-// their fields are read and written where their slots lie, which takes a few nanoseconds.
+// The engine's objects are Python objects (record/tape.py, runtime/engine). So they have one owner, and both engines work on
+// them. Here their fields are read and written directly at their slots, which takes a few nanoseconds.
 #pragma once
 #include <torch/csrc/python_headers.h>
 
@@ -74,11 +74,11 @@ struct TurnsSlots {
   PyObject* type;
   Slot next;
 };
-// Values that the Python engine gives a meaning to.
+// Values that have a meaning in the Python engine.
 struct Constants {
   PyObject *recorded, *empty, *external;  // of `Origin`
   PyObject *no_claim, *possible_claim, *pinned_claim;  // of `Claim`
-  PyObject *overwritten, *outside;  // why a version has no call
+  PyObject *overwritten, *outside;  // reasons why a version has no call
   PyObject* deferred;     // exceptions that are to be raised at the next request (record/interrupts.py)
   PyObject* numeric_flags;  // the function (record/settings.py)
   PyObject* start_changed;  // the class `StartChangedError`

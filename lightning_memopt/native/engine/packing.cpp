@@ -12,9 +12,9 @@ namespace {
 
 namespace py = pybind11;
 
-constexpr int64_t kBefore = -1;  // `BEFORE` in graph: the save is none of the plan's
+constexpr int64_t kBefore = -1;  // `BEFORE` in graph: the plan does not have the save
 
-// `save_of` in planned.py, for a version that stands in for no other tensor.
+// `save_of` in planned.py, for a version that does not stand in for another tensor.
 int64_t save_of(const Packing& packing, py::handle engine, PyObject* version, PyObject* tensor, PyObject* position) {
   const auto here = py::reinterpret_steal<py::object>(PyTuple_Pack(2, tensor, position));
   PyObject* const saves = PyDict_GetItemWithError(packing.packs_here.ptr(), here.ptr());
@@ -59,7 +59,7 @@ py::object pack(const Packing& packing, py::handle engine, const at::Tensor& t) 
   if (save == kBefore && !parked) return keep();
   if (holding_slots.value.get(holding) == Py_None && !parked) {
     if (has(packing.packed_then_overwritten.ptr(), tensor)) {
-      hold(holding, t);  // a later version is held and read in its place; this one is read if it is not overwritten in this step
+      hold(holding, t);  // a later version is held and read instead; this one is read if this step does not overwrite it
     } else if (!is_rebuildable(v) || !has(packing.dropped_at_pack.ptr(), tensor)) {
       return keep();
     }

@@ -35,7 +35,7 @@ bool integers(PyObject* values, c10::DimVector* to) {
   return true;
 }
 
-// A number, as an argument of any numeric type takes it. A bool is no number of an integral argument.
+// A number for an argument of any numeric type. A bool is not accepted for an integral argument.
 std::optional<IValue> number(PyObject* value, TypeKind kind) {
   if (kind == TypeKind::BoolType) return PyBool_Check(value) ? std::optional<IValue>(value == Py_True) : std::nullopt;
   if (kind == TypeKind::NumberType && PyBool_Check(value)) return IValue(value == Py_True);

@@ -1,4 +1,4 @@
-// A recorded call whose arguments are torch's own values: what changes from step to step are the tensors.
+// A recorded call with its arguments as torch's own values. Only the tensors change from step to step.
 #pragma once
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
@@ -30,7 +30,7 @@ struct Input {
   Window window;
 };
 
-// A number in the place of a tensor. The tensor is made when the op runs: between, it would count as memory of the run.
+// A number given instead of a tensor. The tensor is made only when the op runs, because it would count as memory in between.
 struct Number {
   size_t argument;
   at::Scalar value;
@@ -41,11 +41,11 @@ struct Number {
 
 struct Prepared {
   c10::OperatorHandle op;
-  std::vector<c10::IValue> stack;  // all arguments; no tensor where one of `inputs` comes
+  std::vector<c10::IValue> stack;  // all arguments, with a gap for each of `inputs`
   std::vector<Input> inputs;
   std::vector<Number> numbers;
   int64_t generator = -1;  // the argument that is a generator; -1: there is none
-  std::vector<size_t> ignored;  // arguments that may be anything: `...` was given
+  std::vector<size_t> ignored;  // arguments that are not compared, because `...` was given
 
   ~Prepared();
   bool is_ignored(size_t argument) const;

@@ -21,7 +21,7 @@ struct Arguments {
   PyObject *of_storage, *reads;
   bool capturing;
 
-  // The version that `t` is on (`Recorder.version_of`); null if Python must answer. Borrowed.
+  // The version that `t` is on (`Recorder.version_of`); null if Python must find it. Borrowed.
   PyObject* version_read(const at::Tensor& t) const {
     if (!is_plain(t)) return nullptr;
     const auto address = py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(t.storage().unsafeGetStorageImpl()));
@@ -33,7 +33,7 @@ struct Arguments {
     return is_current(version, t) || !capturing ? version : nullptr;
   }
 
-  // A new reference, in `to`. False: Python must answer.
+  // Puts a new reference into `to`. False: Python must do this.
   bool capture(PyObject* value, PyObject** to) const {
     *to = nullptr;
     if (THPVariable_Check(value)) {
@@ -65,7 +65,7 @@ const at::Tensor& tensor(PyObject* object) {
   return THPVariable_Unpack(object);
 }
 
-// Appends what is fresh of a result to `to`, at the positions from `*position` on (`tensors_in` in record/tensors.py).
+// Appends the fresh tensors of a result to `to`, with positions from `*position` on (`tensors_in` in record/tensors.py).
 void add_fresh(PyObject* result, PyObject* of_storage, Py_ssize_t* position, PyObject* to) {
   if (THPVariable_Check(result)) {
     const at::Tensor& t = THPVariable_Unpack(result);

@@ -1,13 +1,13 @@
 // Parts of an observed step that run for each op: what an op reads and makes (record/arguments.py, record/recorder.py), which
-// storages only the engine holds (trace/holders.py), and the bytes of gradients to come (session/observation.py). Each answers
-// the usual case, and None where Python must.
+// storages only the engine holds (trace/user_held.py), and the bytes of gradients to come (session/observation.py). Each
+// function handles the usual case, and returns None if Python must do it.
 #pragma once
 #include <torch/csrc/python_headers.h>
 
 namespace memopt {
 
-// captured(values, of_storage, capturing, reads): the values with views in place of ordinary tensors, of which the versions are
-// appended to `reads`; where nothing is captured, True.
+// captured(values, of_storage, capturing, reads): the values with views instead of ordinary tensors, whose versions are
+// appended to `reads`; True if nothing is captured.
 PyObject* captured(PyObject*, PyObject* const* args, Py_ssize_t n);
 
 // version(id, t, origin, weak references of the tape): the version of a new storage.
@@ -25,10 +25,10 @@ PyObject* new_handle(PyObject*, PyObject* const* args, Py_ssize_t n);
 // alias(t): an alias without history that shares the version counter of `t`.
 PyObject* alias(PyObject*, PyObject* t);
 
-// untrack(object): the object, hidden from the garbage collector. Only for objects that nothing they refer to refers back to.
+// untrack(object): the object, hidden from the garbage collector. Only for objects that cannot be part of a reference cycle.
 PyObject* untrack(PyObject*, PyObject* object);
 
-// lonely(versions by id, count): ids of the held versions whose storages have so many users, or fewer.
+// lonely(versions by id, count): ids of the held versions whose storages have at most `count` users.
 PyObject* lonely(PyObject*, PyObject* const* args, Py_ssize_t n);
 
 // ungraded_nbytes([(parameter, bytes)]): the bytes of the parameters that have no gradient.

@@ -56,7 +56,7 @@ void hold_rebuilt(PyObject* holding, const at::Tensor& value, PyObject* stream) 
   holding_slots.stream.set(holding, Py_NewRef(stream));
 }
 
-// A generator of its own with a state.
+// A new generator with a state.
 at::Generator generator_with(const at::Generator& like, const at::Tensor& state) {
   const c10::Device device = like.device();
   at::Generator own = device.is_cpu() ? at::detail::createCPUGenerator()
@@ -65,7 +65,7 @@ at::Generator generator_with(const at::Generator& like, const at::Tensor& state)
   return own;
 }
 
-// While it lives, a generator has another state.
+// While it exists, a generator has another state.
 class State {
  public:
   State(at::Generator generator, const at::Tensor& state) : generator_(std::move(generator)) {
@@ -88,8 +88,8 @@ void call_boxed(const c10::OperatorHandle& op, std::vector<IValue>* stack) {
   op.callBoxed(stack);
 }
 
-// The arguments of a call, with lists of tensors of its own: those of `prepared` are shared, and what is put into them would
-// outlive this step.
+// The arguments of a call, with new lists of tensors, because those of `prepared` are shared, and tensors in them would outlive
+// this step.
 std::vector<IValue> arguments_of(const Prepared& prepared) {
   std::vector<IValue> stack = prepared.stack;
   for (IValue& argument : stack) {

@@ -6,9 +6,9 @@
 
 namespace memopt {
 
-// Runs a call on the values of the versions that it reads, and sets those of the versions that it makes. Call it below autograd.
-// `survives`: whether the bytes of a version that the call overwrites are still needed; then it overwrites a copy. Returns false
-// if the call must be run in Python; then nothing has been done.
+// Runs a call on the values of the versions that it reads, and sets the values of the versions that it makes. Call it below
+// autograd. `survives`: whether the bytes of a version that the call overwrites are still needed; if so, it overwrites a copy.
+// Returns false if the call must run in Python; then nothing has been done.
 bool rerun(PyObject* call, PyObject* versions, const std::function<bool(PyObject*)>& survives);
 
 }  // namespace memopt

@@ -8,7 +8,7 @@
 
 namespace memopt {
 
-// Whether it is an object of torch's own classes, strided and not nested (`PLAIN` in record/tensors.py).
+// Whether an object is a tensor of torch's own classes, strided and not nested (`PLAIN` in record/tensors.py).
 bool is_ordinary(const at::Tensor& t);
 // `is_plain` in record/tensors.py.
 bool is_plain(const at::Tensor& t);

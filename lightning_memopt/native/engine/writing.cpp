@@ -10,14 +10,14 @@ namespace {
 
 namespace py = pybind11;
 
-// The version that `t` is on; null if it is parked, or from outside, or if there is none.
+// The version that `t` is on; null if it is parked or from outside, or if there is none.
 PyObject* version_at(const Forward& forward, const at::Tensor& t) {
   PyObject* const version = at_address(forward, t);
   if (version == nullptr || version_slots.origin.get(version) == constants.external) return nullptr;
   return is_parked(version_slots.holding.get(version)) ? nullptr : version;
 }
 
-// Notes that the counter of a version is to be read from `t`: autograd moves it after the op.
+// Notes that the counter of a version must be read from `t` later, because autograd moves it after the op.
 void note_unread(const Forward& forward, PyObject* version, const at::Tensor& t) {
   const auto reference = py::reinterpret_steal<py::object>(PyWeakref_NewRef(wrapped(t).ptr(), nullptr));
   const auto entry = py::reinterpret_steal<py::object>(PyTuple_Pack(2, version, reference.ptr()));

@@ -203,7 +203,7 @@ def test_one_line_where_it_cannot_be_built_and_none_where_it_is_off(monkeypatch:
     install_native(lines.append)
     install_native(lines.append)
     (line,) = lines
-    assert "there is no C++ compiler" in line and "Python runs in its place" in line
+    assert "there is no C++ compiler" in line and "Python runs instead" in line
     assert engine.loaded() is None
     call, _ = recorded(CASES["scalar"])
     assert rebuild.prepared(call, False) is None
