@@ -18,8 +18,7 @@ def live_objects(wanted: Callable[[type], bool]) -> list[Any]:
     `gc.get_objects` refers to every object, including a tuple that another thread is just filling. If that thread runs
     meanwhile, Python raises SystemError in it, because it cannot resize a tuple that something else refers to. So we refer to
     no tuple while another thread may run: one call of C code gets all objects, goes through them in runs of one class, and
-        drops
-    the runs whose class is common and not wanted.
+    drops the runs whose class is common and not wanted.
     """
     nothing = {kind: () for kind in _COMMON if not wanted(kind)}
     or_nothing: Callable[..., Iterable[Any]] = nothing.get  # (class, run of objects) -> the run, or nothing

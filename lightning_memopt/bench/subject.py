@@ -1,8 +1,7 @@
 """The training step that is measured: its results, its peak, its FLOPs and its time.
 
 Input: a function that returns (model, optimizer, step), as for `memopt plan`. Where bits or peaks are compared, each step
-    begins
-from the same state and seed: before it, parameters, buffers and optimizer state are restored in place.
+begins from the same state and seed: before it, parameters, buffers and optimizer state are restored in place.
 """
 
 from __future__ import annotations

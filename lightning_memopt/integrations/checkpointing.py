@@ -1,11 +1,11 @@
 """Replace the gradient checkpointing of transformers' layers by the plan.
 
 A plan decides for every saved tensor, so checkpointing whole layers as well only costs time: the layers would run again
-    whatever
-the budget. So during a run, the function that checkpoints a layer is replaced by one that just calls the layer. Everything else
-that a model does when checkpointing is on stays, and the bits are the same, because checkpointing runs the same ops again under
-the same generator states. With `use_reentrant=True` this is not certain: gradients of weights and tensors that several layers
-share are added up in another order, and those of keyword arguments may be missing. Such layers are left as they are.
+whatever the budget. So during a run, the function that checkpoints a layer is replaced by one that just calls the layer.
+Everything else that a model does when checkpointing is on stays, and the bits are the same, because checkpointing runs the same
+ops again under the same generator states. With `use_reentrant=True` this is not certain: gradients of weights and tensors that
+several layers share are added up in another order, and those of keyword arguments may be missing. Such layers are left as they
+are.
 
 In code that the user compiles, checkpointing stays: it is a mark on ops, and the plan of a compiled region removes the marks
 (compiled/rewriting.py). Without such a plan the region runs as the user compiled it.

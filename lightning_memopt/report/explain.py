@@ -114,7 +114,7 @@ def of_module(plan: Plan, graph: Graph, name: str) -> str:
 
 def _nothing(kind: str, name: str, known: set[str]) -> ConfigError:
     nearest = difflib.get_close_matches(name, sorted(known), n=4, cutoff=0.4)
-    shown = f"Similar ones are {', '.join(nearest)}" if nearest else f"There are {', '.join(sorted(known)[:8]) or 'none'}"
+    shown = f"Similar names: {', '.join(nearest)}" if nearest else f"There are {', '.join(sorted(known)[:8]) or 'none'}"
     return ConfigError(f"no {kind} of this step is called {name!r}. {shown}: use one of them.")
 
 

@@ -1,9 +1,8 @@
 """Say what would help a planned step most, from its graph, its plan, and plans for other budgets and techniques.
 
 Input: a plan and its graph. Output: lines of text, ordered by the bytes that they save, largest first. For other techniques,
-    the
-bytes are those of the best plan found. Links and codecs are not timed, so no seconds are given for them. Imports torch only for
-the forms in which tensors can be parked.
+the bytes are those of the best plan found. Links and codecs are not timed, so no seconds are given for them. Imports torch only
+for the forms in which tensors can be parked.
 """
 
 from __future__ import annotations

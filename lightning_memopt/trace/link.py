@@ -157,10 +157,10 @@ def _coding(codec: _Codec, device: torch.device, share: float, clock: Callable[[
     for i in range(MOST_ROUNDS + 1):
         encode_seconds = _seconds(lambda: codec.encode(t, encoded), device, clock)
         decode_seconds = _seconds(lambda: codec.decode(encoded, out), device, clock)
-        late = clock() > deadline
-        if i > 0 or late:  # the first round is a warm-up, unless there is no time for another
+        out_of_time = clock() > deadline
+        if i > 0 or out_of_time:  # the first round is a warm-up, unless there is no time for another
             taken.append((encode_seconds, decode_seconds))
-        if late:
+        if out_of_time:
             break
     nbytes = t.numel() * t.element_size()
     encode = max(median(encode_seconds for encode_seconds, _ in taken), 1e-9)

@@ -157,7 +157,7 @@ def test_the_command(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "gelu: 3 in a forward" in text and "head: 1 ops" in text
     assert main(["explain", file, "--op", "gelo"]) == 2
     said = capsys.readouterr()
-    assert not said.out and "nearest are gelu" in said.err and said.err.count("\n") == 1
+    assert not said.out and "Similar names: gelu" in said.err and said.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("words", [(), ("--tensors",), ("--op", "gelu"), ("--module", "body"), ("--help",)])

@@ -41,7 +41,7 @@ def test_no_fit_exits_with_3_and_the_best_height(tmp_path: Path, capsys: pytest.
     path = write(tmp_path, ROWS)
     assert main(["place", path, "--capacity", "19", "--seconds", "1", "-o", str(out)]) == 3
     message = capsys.readouterr().err
-    assert "within 19 bytes" in message and "20 bytes are alive at one moment" in message and "--capacity 20" in message
+    assert "within 19 bytes" in message and "20 bytes are live at one moment" in message and "--capacity 20" in message
     assert out.read_text() == "before"
     assert main(["place", path, "--capacity", "20", "-o", str(out)]) == 0 and out.read_text() != "before"
 
