@@ -110,5 +110,5 @@ def test_o5_a_loop_on_the_device(monkeypatch: Any) -> None:
 
 
 def test_no_energy_of_another_kind_of_device() -> None:
-    with pytest.warns(UserWarning, match="no NVIDIA GPU"):
+    with pytest.warns(UserWarning, match="not an NVIDIA GPU"):
         assert not EnergyMeter("cpu", lambda: [nvml_source(torch.device("cpu"))]).available

@@ -73,7 +73,7 @@ def test_every_method_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert {row["method"] for row in measured.values()} == set(names)
     states = {label: row["state"] for label, row in measured.items()}
     assert states["transformers"] == states["streamed-offload"] == states["ours-host 50%"] == "refused"
-    assert "none of transformers" in measured["transformers"]["reason"]
+    assert "not one of transformers" in measured["transformers"]["reason"]
     assert all(row["reason"] for row in measured.values() if row["state"] != "measured")
     whole = measured["unmodified"]["peak_nbytes"]
     for label in (
@@ -233,8 +233,8 @@ def test_an_interrupted_row_is_measured_in_the_next_run(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([f"{HERE}:build", "--budgets", "8GiB"], "is no share"),
-        ([f"{HERE}:build", "--budgets", "140%"], "is no share"),
+        ([f"{HERE}:build", "--budgets", "8GiB"], "is not a share"),
+        ([f"{HERE}:build", "--budgets", "140%"], "is not a share"),
         ([f"{HERE}:build", "--methods", "magic"], "there is no magic"),
         ([f"{HERE}:build", "--rounds", "0"], "--rounds is 0"),
         ([f"{HERE}:build", "--quick", "--rounds", "0"], "--rounds is 0"),
@@ -274,7 +274,7 @@ def test_results_of_other_arguments_are_not_gone_on_with(tmp_path: Path) -> None
         Results(path, {"rounds": 3}, {})
     assert Results(path, {"rounds": 3}, {}, again=True).data["models"] == {}
     path.write_text("{}")
-    with pytest.raises(ConfigError, match="is no file of"):
+    with pytest.raises(ConfigError, match="is not a file of"):
         Results(path, {"rounds": 3}, {})
     path.write_text("{")
     with pytest.raises(ConfigError):

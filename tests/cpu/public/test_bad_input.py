@@ -212,8 +212,8 @@ def test_no_smallest_plan_is_claimed_when_the_time_was_over(plan: Path, capsys: 
     assert main(words) == 0
     assert main(["explain", str(plan), "--seconds", "1e-9"]) == 0
     out = capsys.readouterr().out
-    assert "the time was over before" in out
-    assert "the smallest is" not in out
+    assert "because time ran out" in out
+    assert "the smallest budget is" not in out
 
 
 def test_outputs_that_cannot_take_a_table(plan: Path) -> None:

@@ -175,7 +175,7 @@ def test_p31_no_module(monkeypatch: Any, clock: Clock) -> None:
 def test_p31_unknown_device_and_others(monkeypatch: Any, clock: Clock) -> None:
     device = install(monkeypatch, FakeNvml([Board("a", clock)]), ["b"])(0)
     unavailable(lambda: [nvml_source(device, clock)], "knows no device GPU-b")
-    unavailable(lambda: [nvml_source(torch.device("meta"), clock)], "no NVIDIA GPU")
+    unavailable(lambda: [nvml_source(torch.device("meta"), clock)], "not an NVIDIA GPU")
 
 
 def test_no_value_is_no_number(monkeypatch: Any, clock: Clock) -> None:
@@ -245,7 +245,7 @@ def test_rapl_sums_packages(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_rapl_unavailable(monkeypatch: Any, tmp_path: Path, clock: Clock) -> None:
-    unavailable(lambda: rapl_sources(tmp_path / "none", clock), "no package's counter")
+    unavailable(lambda: rapl_sources(tmp_path / "none", clock), "no counter of a package")
     file = domain(tmp_path, "intel-rapl:0", "package-0", 1)
     file.write_text("what\n")
     unavailable(lambda: rapl_sources(tmp_path, clock), "cannot be read")
