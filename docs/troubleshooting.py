@@ -106,7 +106,7 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Restore a checkpoint; set `optimizer_in_backward='never'` where backward may raise.",
     ),
     ("runtime/early_updates.py", "MemOpt: the tensor"): (
-        "A branch of the loss beside the model's forward began in a later step, and backward needs a weight for it.",
+        "A branch of the loss outside of the model's forward began in a later step, and backward needs a weight for it.",
         "Make the branch in the first steps, too, or in the model's forward; or set `optimizer_in_backward='never'`.",
     ),
     ("runtime/engine/observing.py", "MemOpt: running"): (
@@ -262,7 +262,7 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Go on from an earlier checkpoint.",
     ),
     ("telemetry/energy.py", "MemOpt: no energy"): ("The counter cannot be read.", "Mend what the line names, or do without."),
-    ("trace/memory.py", "MemOpt: steps beside another profiler"): (
+    ("trace/memory.py", "MemOpt: steps in which another profiler runs"): (
         "Another profiler of torch is running.",
         "Stop it, or install a C++ compiler: the native meter does not disturb it.",
     ),

@@ -43,7 +43,7 @@ def page(data: dict[str, Any]) -> str:
 
 def summary(rows: Rows) -> list[str]:
     """A table of each method and ours at its peak, and the cases in which ours takes more."""
-    short = beside_table(rows)
+    short = table_at_peaks(rows)
     return [*(["Each method, and the better of our plans at its peak:", "", *short, ""] if short else []), *verdict(rows)]
 
 
@@ -87,7 +87,7 @@ def _ratio(row: Row, key: str, spread: bool = False) -> str:
 # -- ours at the peaks of the others -------------------------------------------------------------------
 
 
-class Beside(NamedTuple):
+class AtPeaks(NamedTuple):
     """The other methods of a model, and our plans at the peak of each.
 
     compared: label of another method -> (its row, our measured rows at its peak, or the refused ones if none was measured).
@@ -100,7 +100,7 @@ class Beside(NamedTuple):
     high: list[str]
 
 
-def beside(rows: Rows) -> Beside:
+def matched_at_peaks(rows: Rows) -> AtPeaks:
     """Match our plans to the other methods of a model at whose peaks they ran."""
     ours: dict[str, list[Row]] = {}
     for row in rows.values():
@@ -111,18 +111,18 @@ def beside(rows: Rows) -> Beside:
     peaks = {row["peak_nbytes"]: label for label, row in reversed(ran.items())}  # several may have the same
     there = {label: ours.get(peaks[row["peak_nbytes"]], []) for label, row in ran.items() if row["peak_nbytes"] < whole}
     measured = {label: [row for row in mine if row["state"] == "measured"] or mine for label, mine in there.items()}
-    return Beside(
+    return AtPeaks(
         compared={label: (ran[label], mine) for label, mine in measured.items() if mine},
         left=[label for label, mine in measured.items() if not mine],
         high=[label for label in ran if label not in there],
     )
 
 
-def beside_table(rows: Rows) -> list[str]:
+def table_at_peaks(rows: Rows) -> list[str]:
     """A line for each method: what it takes, and what the better of our plans at its peak takes. Empty without any."""
     head = ("method", "peak, MiB", "extra FLOPs", "ours", "CPU time", "ours", "wall time", "ours", "its bits")
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for label, (row, mine) in beside(rows).compared.items():
+    for label, (row, mine) in matched_at_peaks(rows).compared.items():
         cells = [label, _mib(row), _flops(row), _flops(min(mine, key=_extra_flops))]
         for key in ("cpu_ratio", "wall_ratio"):
             cells += [_ratio(row, key), _ratio(min(mine, key=partial(_median, key)), key)]
@@ -132,7 +132,7 @@ def beside_table(rows: Rows) -> list[str]:
 
 def verdict(rows: Rows) -> list[str]:
     """The cases in which the better of our plans at the peak of another method takes more than that method."""
-    compared, left, high = beside(rows)
+    compared, left, high = matched_at_peaks(rows)
     behind = [f"- {label}: {text}" for label, (row, mine) in compared.items() for text in _behind(row, mine)]
     lines = []
     if compared:

@@ -55,8 +55,8 @@ class StreamPool(Lane):
     def _others(self) -> list[StreamPool]:
         return [pool for pool in self._allocator.streams(self._device) if pool.number != self.number]
 
-    def outside_window(self) -> _Beside:
-        return _Beside(self._allocator, self.number)
+    def outside_window(self) -> _OutsideWindow:
+        return _OutsideWindow(self._allocator, self.number)
 
 
 def _most_live(log: Sequence[tuple[int, int | None]]) -> int:
@@ -68,7 +68,7 @@ def _most_live(log: Sequence[tuple[int, int | None]]) -> int:
     return max(accumulate(change))
 
 
-class _Beside:
+class _OutsideWindow:
     """A window that measures the maximum bytes outside of a stream's arenas since its last planned window began."""
 
     def __init__(self, allocator: CudaAllocator, number: int) -> None:

@@ -33,7 +33,7 @@ class Rule:
     rewrite: turns (func, args, kwargs) into a form of the op without side effect, which a rebuild runs.
     heavy: the op computes much, so a rebuild of its results is expensive.
     conjugates: the op's kernel takes conjugate views, which torch ignores inside a dispatch mode.
-    unshared: the op's views have version counters of their own.
+    unshared: the op's views have their own version counters.
     makes: how many of its result tensors the op always writes, counted from the first; the others are small, and kept.
     counted_first: torch increments the version counters of what the op writes before it runs, not after.
     """

@@ -56,7 +56,7 @@ class Seams(Generic[L]):
         """`patches`: returns the attributes to wrap. It is called once, when the first listener comes, because an owner may be
         in a module of torch that takes long to import. Attributes that the installed torch does not have are left out.
 
-        stays: without a listener the wrappers behave like the originals, so they are removed only when no run is open, either.
+        stays: without a listener the wrappers behave like the originals, so they are removed only when no run is open any more.
         """
         self._patches = patches
         self._stays = stays

@@ -66,7 +66,7 @@ def tensors(plan: Plan, graph: Graph) -> str:
     table = Table(
         title=f"Plan of {plan.solver}: peak {format_nbytes(plan.predicted_peak_nbytes)}, {len(schedule.rebuilt)} ops run again"
     )
-    for column in ("tensor", "made by", "in", "size", "what becomes of it"):
+    for column in ("tensor", "made by", "in", "size", "what happens to it"):
         table.add_column(column)
     for fate in fates(graph, plan):
         t, op = fate.tensor, fate.op
@@ -132,7 +132,7 @@ def _about(plan: Plan, graph: Graph, ops: Iterable[Op], title: str) -> str:
             nbytes = sum(f.tensor.nbytes for f in mine if (f.what, f.why) == (what, why))
             rows.setdefault((path, operator(op.name), what, why), []).append((op, nbytes))
     table = Table(title=title)
-    for column in ("module", "operator", "what becomes of its results", "why"):
+    for column in ("module", "operator", "what happens to its results", "why"):
         table.add_column(column)
     for column in ("times", "size", "ms", "runs again"):
         table.add_column(column, justify="right")

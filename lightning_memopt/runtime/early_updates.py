@@ -215,8 +215,8 @@ class EarlyUpdates:
                 if "modified by an inplace operation" in str(error):  # autograd does not say what modified it
                     warnings.warn(
                         "MemOpt: the tensor that was modified may be a weight that was updated in this backward, and that a "
-                        "branch of the loss beside the model's forward still needed. Make that branch in the first steps, too, "
-                        "or set optimizer_in_backward='never'.",
+                        "branch of the loss outside of the model's forward still needed. Make that branch in the first steps, "
+                        "too, or set optimizer_in_backward='never'.",
                         stacklevel=2,
                     )
             self.given_up()

@@ -237,8 +237,8 @@ def _user_profiler() -> bool:
 def _warn_unmeasured() -> None:
     """Warn once per process."""
     warnings.warn(
-        "MemOpt: steps beside another profiler are not measured, because two would disturb each other and there is no native "
-        "memory meter. Plans are made from what was observed, and are in force.",
+        "MemOpt: steps in which another profiler runs are not measured, because two would disturb each other and there is no "
+        "native memory meter. Plans are made from what was observed, and are in force.",
         stacklevel=6,
     )
 

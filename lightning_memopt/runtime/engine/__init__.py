@@ -4,7 +4,7 @@ How its files depend on each other, from the bottom up:
 
     holding        what the engine holds of a storage version: the states, and the methods between them
     naming         names of tensors for messages
-    handles        the objects that autograd gets in place of saved tensors
+    handles        the objects that autograd gets instead of saved tensors
     rebuild        runs recorded calls again
     native         connects the C++ engine, where that can be built
     program        a plan, indexed by what the engine meets at run time

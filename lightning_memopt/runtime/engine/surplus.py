@@ -71,8 +71,9 @@ class Pace:
     _VISITED_FOR_AN_OP = 16
     """Maximum number of starts and versions that are visited per op, on average."""
     _VISITED_AT_ONCE, _MOST_OPS_APART = 256, 64
-    """If bytes come with every op, the tape is searched after one op per this many versions on it, or after the maximum
-    number of ops."""
+    """While the surplus may grow with every op, the tape is searched every n ops: n is the number of its versions divided by
+    the first number, but at most the second.
+    """
 
     def __init__(self) -> None:
         self._counts_in = 0
