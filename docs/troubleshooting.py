@@ -11,31 +11,31 @@ from pathlib import Path
 from messages import Error, Line, Reason, errors, lines, reasons
 
 PAGE = Path(__file__).with_suffix(".md")
-NOTHING = "Nothing is to be done."
+NOTHING = "Nothing needs to be done."
 HEAD = """\
 # Troubleshooting
 
 Generated from the code by `python docs/troubleshooting.py`; do not edit. Search this page for the words of a message: values
-are written as `…`. Each message has its cause and what to do about it. A run that has no plan trains as the plain run does.
+are written as `…`. Each message has its cause and what to do about it. A run without a plan trains like a plain run.
 
 """
 SAID: dict[tuple[str, str], tuple[str, str]] = {
     # (file, how the line begins): (cause, remedy)
     ("_registration.py", "MemOpt: the strategies"): (
-        "The installed Lightning is not one that the strategies work with.",
+        "The strategies do not work with the installed version of Lightning.",
         "Install a tested version, or use `optimize` in a loop.",
     ),
     ("callbacks/batch_scaler.py", "MemOpt: BatchNorm"): (
-        "BatchNorm's statistics are those of a batch, and the batches are larger now.",
-        "Nothing, if that is as good for you; else set `max_size`, or use a norm that does not look at the batch.",
+        "BatchNorm computes statistics of a batch, and batches are larger now.",
+        "Nothing, if that is fine for you. Otherwise set `max_size`, or use a norm that does not depend on the batch.",
     ),
     ("callbacks/batch_scaler.py", "MemOpt: drop_last=True"): (
-        "The last batch of an epoch, which is left out, may be larger now.",
-        "Nothing, where a few samples do not matter; else `drop_last=False`.",
+        "The last batch of an epoch, which is dropped, may be larger now.",
+        "Nothing, if a few samples do not matter. Otherwise set `drop_last=False`.",
     ),
     ("callbacks/batch_scaler.py", "MemOpt: learning rates"): ("You asked for it by `lr_scaling`.", NOTHING),
     ("callbacks/batch_scaler.py", "MemOpt: one batch"): (
-        "A larger batch would be fewer updates, and nothing is accumulated that could be less.",
+        "A larger batch would mean fewer updates, and there is no accumulation to reduce instead.",
         "Set `accumulate_grad_batches` above 1, or `keep_effective=False`.",
     ),
     ("callbacks/batch_scaler.py", "MemOpt: … count batches"): (
@@ -44,9 +44,9 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
     ),
     ("callbacks/monitor.py", "MemOpt: … failed"): (
         "A measurement or the logger raised an error.",
-        "Mend what the message names; the figure has no value until then.",
+        "Fix what the message names. Until then the figure has no value.",
     ),
-    ("bench/compare.py", "MemOpt: time is up"): ("The bench ran for the minutes that it was given.", "Run it again to go on."),
+    ("bench/compare.py", "MemOpt: time is up"): ("The bench has reached its time limit.", "Run it again to go on."),
     ("bench/compare.py", "MemOpt: no pictures"): ("Pictures need matplotlib.", "Run the command that the line ends with."),
     ("fabric/models.py", "MemOpt: there is no plan"): (
         "The plan needs to know which model an optimizer updates.",
@@ -59,31 +59,31 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Prepare one model with its optimizer inside of the function, and let it train.",
     ),
     ("integrations/checkpointing.py", "MemOpt: gradient checkpointing in compiled code"): (
-        "The checkpointing is a part of what was compiled.",
+        "The checkpointing is part of the compiled code.",
         NOTHING,
     ),
     ("integrations/checkpointing.py", "MemOpt: gradient checkpointing is back"): (
         "Without a plan, the model's own checkpointing lowers its memory.",
-        "See the line that says why there is no plan.",
+        "Read the line that says why there is no plan.",
     ),
     ("integrations/checkpointing.py", "MemOpt: gradient checkpointing is replaced"): (
         "A plan within the budget costs less than running each layer again.",
         NOTHING,
     ),
     ("integrations/strangers.py", "MemOpt: another model is trained"): (
-        "The model of the run is no longer the one that trains: a copy of it, or the model of the next fold, does.",
+        "The model of the run no longer trains. Another model does: a copy of it, or the model of the next fold.",
         "Open a run for each model that trains, with its optimizer.",
     ),
     ("integrations/checkpointing.py", "MemOpt: gradient checkpointing stays"): (
-        "The checkpointing is of a kind that cannot be switched off and on here.",
-        "Leave checkpointing out of the model; the plan lowers its memory.",
+        "This kind of checkpointing cannot be switched off and on.",
+        "Leave checkpointing out of the model, because the plan lowers its memory.",
     ),
     ("integrations/transformers.py", "MemOpt: parameters are updated after backward"): (
         "Early updates would change this training; the line says why.",
         "See [early updates](#why-parameters-are-not-updated-early).",
     ),
     ("integrations/launch.py", "MemOpt: nothing was planned"): (
-        "The launcher plans what a script gives to `Accelerator.prepare`, and this one gave nothing.",
+        "The launcher plans what a script passes to `Accelerator.prepare`, and this script passed nothing.",
         "Put the loop into `optimize(...)`, as the line says.",
     ),
     ("integrations/launch.py", "MemOpt: off"): ("`MEMOPT_DISABLE` is set.", "Unset it to train within the budget."),
@@ -102,8 +102,8 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Give `report=` a path that can be written to. The training itself is not affected.",
     ),
     ("runtime/early_updates.py", "MemOpt: backward raised"): (
-        "An exception came in the middle of a backward that updates parameters.",
-        "Restore a checkpoint; set `optimizer_in_backward='never'` where backward may raise.",
+        "An exception was raised in the middle of a backward that updates parameters.",
+        "Restore a checkpoint. Set `optimizer_in_backward='never'` if backward may raise.",
     ),
     ("runtime/early_updates.py", "MemOpt: the tensor"): (
         "A branch of the loss outside of the model's forward began in a later step, and backward needs a weight for it.",
@@ -111,15 +111,15 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
     ),
     ("runtime/engine/observing.py", "MemOpt: running"): (
         "An op gave other bits when it ran a second time: it is not deterministic.",
-        "Use deterministic algorithms to have it rebuilt; else its result is kept, and nothing is wrong.",
+        "Use deterministic algorithms to have it rebuilt. Otherwise its result is kept, and nothing is wrong.",
     ),
     ("runtime/pool/windows.py", "MemOpt: a step differs"): (
-        "The step asked the allocator for other bytes than the planned one.",
-        "Nothing, if it is rare; pad batches to few shapes if it is not.",
+        "The step made other requests to the allocator than the planned step.",
+        "Nothing, if this is rare. Otherwise pad batches to a few shapes.",
     ),
     ("runtime/pool/windows.py", "MemOpt: no planned pool for this batch"): (
         "The requests of this batch cannot have addresses, for the reason named.",
-        "Leave `pool` out, or give the budget more room.",
+        "Leave `pool` out, or raise the budget.",
     ),
     ("runtime/pool/windows.py", "MemOpt: … steps in a row"): ("The loop has changed since its requests were logged.", NOTHING),
     ("runtime/tiers/streams.py", "… of host memory"): (
@@ -261,7 +261,7 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Backward raised in the middle of early updates, and a checkpoint was saved after that.",
         "Go on from an earlier checkpoint.",
     ),
-    ("telemetry/energy.py", "MemOpt: no energy"): ("The counter cannot be read.", "Mend what the line names, or do without."),
+    ("telemetry/energy.py", "MemOpt: no energy"): ("The counter cannot be read.", "Fix what the line names, or train without it."),
     ("trace/memory.py", "MemOpt: steps in which another profiler runs"): (
         "Another profiler of torch is running.",
         "Stop it, or install a C++ compiler: the native meter does not disturb it.",

@@ -20,7 +20,7 @@ from lightning_memopt.graph import Graph, Op, Tensor
 class FitError(MemOptError, ValueError):
     """Two recorded steps are not the same step at two batch sizes, or its tensors do not grow linearly.
 
-    Remedy: nothing is to be done: sizes are then tried by real steps.
+    Remedy: nothing needs to be done: sizes are then tried by real steps.
     """
 
 
