@@ -261,7 +261,7 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Backward raised in the middle of early updates, and a checkpoint was saved after that.",
         "Go on from an earlier checkpoint.",
     ),
-    ("telemetry/energy.py", "MemOpt: no energy"): ("The counter cannot be read.", "Fix what the line names, or train without it."),
+    ("telemetry/energy.py", "MemOpt: no energy"): ("The counter cannot be read.", "Fix what the line names, or go without."),
     ("trace/memory.py", "MemOpt: steps in which another profiler runs"): (
         "Another profiler of torch is running.",
         "Stop it, or install a C++ compiler: the native meter does not disturb it.",
