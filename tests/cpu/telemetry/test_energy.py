@@ -211,7 +211,7 @@ def test_one_of_several_that_fails(clock: Clock) -> None:
     clock.after(3)
     assert meter.take() == pytest.approx(6.0) and meter.keys == ("0", "1")
     counts[1]._read = lambda: 1 // 0
-    with pytest.warns(UserWarning, match="of both"):
+    with pytest.warns(UserWarning, match="for both"):
         assert meter.take() is None
 
 
