@@ -23,7 +23,7 @@ from tests.cpu.lib.searches import Stream
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BUDGET = 500_000
-"""Beside what the process holds."""
+"""In addition to what the process holds."""
 DATA = TensorDataset(*batches(1, 192)[0])
 
 

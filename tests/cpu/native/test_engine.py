@@ -236,7 +236,7 @@ def test_a_module_that_does_not_know_the_objects_is_not_used(module: Any, monkey
 
 
 def test_prepared_calls_have_no_memory_of_torch(module: Any) -> None:
-    """Numbers in the place of tensors become tensors only while the call runs: a budget counts all bytes that live longer."""
+    """Numbers given instead of tensors become tensors only while the call runs: a budget counts all bytes that live longer."""
     count_all(print)
     counts = counter()
     if counts is None:

@@ -77,7 +77,7 @@ def test_the_error_is_of_both_kinds_and_every_extra_exists() -> None:
 
 @pytest.mark.parametrize("extra", sorted({*EXTRAS.values(), "bench", "demo"}))
 def test_no_extra_of_users_excludes_a_supported_torch(extra: str) -> None:
-    """pip would put an older torch in the place of the one that is installed. Only packages that are installed are asked."""
+    """pip would replace the installed torch by an older one. Only packages that are installed are asked."""
     supported = [f"{major}.{minor}.0" for major, minor in TESTED]
     for requirement in map(Requirement, extras()[extra]):
         try:
