@@ -89,7 +89,7 @@ def test_what_cannot_be_searched(monkeypatch: pytest.MonkeyPatch, said: Said) ->
     assert "never called Accelerator.prepare" in said.taken()
     with pytest.raises(TypeError, match="without that argument"):
         find_max_batch_size(lambda size: size)(8)
-    with pytest.raises(ConfigError, match="fits any batch size"):
+    with pytest.raises(ConfigError, match="fits every batch size"):
         find_max_batch_size(lambda size: trained(accelerator, size, small()), 4, budget="min", **QUIET)()
     with pytest.raises(ConfigError, match="starting_batch_size is 0"):
         find_max_batch_size(starting_batch_size=0)
