@@ -67,7 +67,7 @@ def table(results: dict[str, Any]) -> str:
 def page() -> str:
     """The page with its table made anew."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    return f"{before}{BEGIN}\n{table(json.loads(RESULTS.read_text(encoding='utf-8')))}\n{END}{rest.partition(END)[2]}"
+    return f"{before}{BEGIN}\n\n{table(json.loads(RESULTS.read_text(encoding='utf-8')))}\n\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ counts. `bits`: loss and gradients are equal.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import sys
 from typing import Any
@@ -24,6 +23,7 @@ from benchmarks.lib.paths import RESULTS
 from benchmarks.models.registry import built
 from lightning_memopt import jsonio
 from lightning_memopt.compiled import asked_to_order
+from lightning_memopt.record import listening_to
 from lightning_memopt.session.regions.kernel_order import KernelOrder
 from lightning_memopt.trace import count_all, metered_cpu
 
@@ -38,7 +38,7 @@ def trained(name: str, batch: int, ordering: KernelOrder | None) -> dict[str, An
     gc.collect()
     model, inputs = built(name, batch)
     call: Any = torch.compile(model)
-    asking = contextlib.nullcontext() if ordering is None else asked_to_order(ordering)
+    asking = listening_to([] if ordering is None else asked_to_order(ordering))
     with asking:
         for _ in range(2):
             model.zero_grad()

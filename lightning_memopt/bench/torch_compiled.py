@@ -18,6 +18,7 @@ from lightning_memopt.bench.subject import Subject
 from lightning_memopt.compiled.joint import flops_of
 from lightning_memopt.compiled.partitioner import as_torch_does, asked_to_split
 from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.record import listening_to
 from lightning_memopt.torch_private import aot_entry, autograd_config
 
 EAGER = "aot_eager_decomp_partition"
@@ -42,7 +43,7 @@ def torch_splits(memory_budget: float) -> Iterator[dict[str, int]]:
         return halves
 
     functorch = autograd_config().patch(activation_memory_budget=memory_budget)
-    with functorch, asked_to_split(lambda _: counting):
+    with functorch, listening_to(asked_to_split(lambda _: counting)):
         yield flops
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from lightning_memopt.record import Seams
+from lightning_memopt.record import Listening, Seams
 from lightning_memopt.torch_private import (
     NEVER_MOVED,
     estimated_peak,
@@ -142,11 +142,6 @@ def _in_place_of(users: Any) -> Any:
 _seams: Seams[_Asked] = Seams(lambda: [(inductor_config(), "_post_fusion_custom_pass", _in_place_of)])
 
 
-@contextlib.contextmanager
-def asked_to_order(ordering: Ordering) -> Iterator[None]:
-    """Within, `ordering(kernels)` is asked for the order of what Inductor compiles in this thread."""
-    if not inductor_compiles():
-        yield
-        return
-    with _seams.listening((threading.get_ident(), ordering)):
-        yield
+def asked_to_order(ordering: Ordering) -> list[Listening]:
+    """What to listen to so that `ordering(kernels)` is asked for the order of what Inductor compiles in this thread."""
+    return [(_seams, (threading.get_ident(), ordering))] if inductor_compiles() else []

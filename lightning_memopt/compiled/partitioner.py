@@ -27,7 +27,7 @@ from lightning_memopt.compiled.joint import Joint
 from lightning_memopt.compiled.rewriting import rewrite
 from lightning_memopt.compiled.sizes import Signature, UnreadableError
 from lightning_memopt.plan import Life, LoweringError
-from lightning_memopt.record import Seams, around_compiled
+from lightning_memopt.record import Listening, Seams, listening_to, told_of_compiled
 from lightning_memopt.torch_private import (
     autograd_config,
     compile_again,
@@ -100,17 +100,15 @@ _inductor_seams: Seams[Asked] = Seams(lambda: [(inductor_config(), "custom_parti
 _cache_seams: Seams[Asked] = Seams(lambda: [(autograd_config(), "enable_autograd_cache", lambda _: False)])
 
 
-@contextlib.contextmanager
-def asked_to_split(asking: Callable[[Splitter], Splitter]) -> Iterator[None]:
-    """Within, `asking(partitioner)` is used in the place of `partitioner` for regions that this thread compiles."""
+def asked_to_split(asking: Callable[[Splitter], Splitter]) -> list[Listening]:
+    """What to listen to so that `asking(partitioner)` splits the regions that this thread compiles, not `partitioner`."""
     asked: Asked = threading.get_ident(), asking
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_cache_seams.listening(asked))
-        if inductor_compiles():
-            stack.enter_context(_inductor_seams.listening(asked))
-        if backends() is not None:
-            stack.enter_context(backend_seams.listening(asked))
-        yield
+    all: list[Listening] = [(_cache_seams, asked)]
+    if inductor_compiles():
+        all.append((_inductor_seams, asked))
+    if backends() is not None:
+        all.append((backend_seams, asked))
+    return all
 
 
 def _set(stack: contextlib.ExitStack, config: Any, name: str, value: Any) -> None:
@@ -160,18 +158,20 @@ class Regions:
         self._own_order = contextlib.ExitStack()
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Within, regions that are compiled are read, and split by their plans."""
+    def listening(self, more: Iterable[Listening] = ()) -> Iterator[None]:
+        """Within, regions that are compiled are read, and split by their plans. `more`: what else is listened to."""
         if not compiles():
             yield
             return
         told = told_of_code(self._compiled)
         self.runs = 0
-        with contextlib.ExitStack() as stack:
-            stack.callback(told.remove)
-            stack.callback(self._own_order.close)
-            with asked_to_split(lambda default: partial(self._answer, default)), around_compiled(self._code_runs):
+        asked = asked_to_split(lambda default: partial(self._answer, default))
+        try:
+            with listening_to([*asked, *told_of_compiled(self._code_runs), *more]):
                 yield
+        finally:
+            told.remove()
+            self._own_order.close()
 
     @contextlib.contextmanager
     def _code_runs(self) -> Iterator[None]:

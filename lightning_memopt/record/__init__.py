@@ -47,7 +47,7 @@ from lightning_memopt.record.optimizers import parameters_of, updates_any
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
 from lightning_memopt.record.recorder import Recorder
 from lightning_memopt.record.rules import Rule, is_norm, register_op, rule_of, rule_of_call, written_by
-from lightning_memopt.record.seams import Listening, Seams, drop_seams, keep_seams
+from lightning_memopt.record.seams import Listening, Seams, drop_seams, keep_seams, listening_to
 from lightning_memopt.record.settings import numeric_flags, set_numeric_flags
 from lightning_memopt.record.tape import OUTSIDE, OVERWRITTEN, UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, View
 from lightning_memopt.record.tensors import OWN_COUNT, detached, fills, is_dense, is_plain, tensors_in
@@ -91,6 +91,7 @@ __all__ = [
     "is_norm",
     "is_plain",
     "keep_seams",
+    "listening_to",
     "numeric_flags",
     "parameters_of",
     "register_op",

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lightning_memopt.record.seams import Listening, Seams
+from lightning_memopt.record.seams import Listening, Seams, listening_to
 from lightning_memopt.record.uncompiled import uncompiled
 from lightning_memopt.torch_private import INDUCTOR_CODE, generated_code_class
 
@@ -37,9 +37,7 @@ def told_of_compiled(listener: Listener) -> list[Listening]:
 @contextlib.contextmanager
 def around_compiled(listener: Listener) -> Iterator[None]:
     """Within, `listener` is told of generated code (`told_of_compiled`)."""
-    with contextlib.ExitStack() as stack:
-        for seams, told in told_of_compiled(listener):
-            stack.enter_context(seams.listening(told))
+    with listening_to(told_of_compiled(listener)):
         yield
 
 

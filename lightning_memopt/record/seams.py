@@ -10,8 +10,11 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any, Generic, TypeVar
+
+from lightning_memopt.record.undoing import Calls, undo
 
 L = TypeVar("L")
 Patch = tuple[Any, str, Callable[[Any], Any]]
@@ -135,3 +138,16 @@ class Seams(Generic[L]):
 
 Listening = tuple[Seams[Any], Any]
 """(seams, a listener to add to them)."""
+
+
+@contextlib.contextmanager
+def listening_to(all: Iterable[Listening]) -> Iterator[None]:
+    """Within, each of these listeners is one of the listeners of its seams."""
+    entered: Calls = []
+    try:
+        for seams, listener in all:
+            entered.append(partial(seams.leave, listener))
+            seams.enter(listener)
+        yield
+    finally:
+        undo(entered)

@@ -35,7 +35,9 @@ def bytes_on(device: torch.device, config: MemOptConfig) -> int:
     """`budget_on` for callers that choose a batch size by it. Raises ConfigError for "min"."""
     nbytes = budget_on(device, config)
     if nbytes is None:
-        raise ConfigError("budget='min' fits any batch size to itself. Give the bytes that a step may use.")
+        raise ConfigError(
+            "budget='min' fits every batch size, so there is nothing to search. Give the bytes that a step may use."
+        )
     return nbytes
 
 

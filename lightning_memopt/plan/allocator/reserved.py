@@ -18,7 +18,7 @@ from lightning_memopt.plan.allocator.model import Allocator
 from lightning_memopt.plan.allocator.settings import Settings
 from lightning_memopt.plan.lower import Fetch, Rebuild, Schedule, lower
 from lightning_memopt.plan.model import Life
-from lightning_memopt.plan.simulate import encoded
+from lightning_memopt.plan.simulate import encoded, states
 
 _TURNS = 2
 """Planned steps: the second one meets what the first one left cached."""
@@ -130,6 +130,7 @@ class _Step:
         over = {graph.ops[op_id].inputs[0] for op_id in graph.biased} if same else set()
         ends: dict[int, list[int]] = {}
         lives = tuple(lives)
+        kept = {op.id for op in states(graph, schedule)}
         encodings: dict[int, list[Action]] = {}
         for tensor, first, end, nbytes in encoded(graph, lives):
             encodings.setdefault(first, []).append((("encoded", tensor), nbytes))
@@ -141,12 +142,17 @@ class _Step:
             self.actions += encodings.get(p, ())
             made: list[Action] = [(span.name, span.nbytes) for span in born.get(p, ()) if span.name not in same]
             if point.kind == "op":
-                self._run(graph.ops[point.id], made)
+                op = graph.ops[point.id]
+                if op.id in kept:
+                    self.actions.append((("state", op.id), op.state_nbytes))
+                self._run(op, made)
             else:
                 self.actions += made
             self._segment(p)
             self.actions += [(self._made[t].pop(), -1) for t in ends.get(p, ())]
             self.actions += [(same.get(span.name, span.name), -1) for span in freed.get(p, ()) if span.name not in over]
+            if p == graph.last_release:
+                self.actions += [(("state", op), -1) for op in kept]
             self.ends.append(len(self.actions))
 
     def _run(self, op: Op, made: list[Action]) -> None:

@@ -19,7 +19,7 @@ _DISTRIBUTED = Reason("parameters are distributed tensors", "Train on one device
 _BUCKETS = Reason(
     "gradients are the buckets of DistributedDataParallel (gradient_as_bucket_view=True), which stay, so earlier updates would "
     "free nothing",
-    "Nothing is to be done: the gradients take no memory of their own",
+    "Do nothing: the gradients take no memory of their own",
 )
 _VIEWS = Reason(
     "with gradient_as_bucket_view=True, gradients are rounded in another way unless the number of processes is a power of two",

@@ -131,7 +131,7 @@ class CompiledRegions(Part):
             if self._was_compiled():
                 self._regions.forget_all()
         try:
-            with self._regions.listening(), asked_to_order(self._order):
+            with self._regions.listening(asked_to_order(self._order)):
                 yield
         finally:
             self._take_seen()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._inductor import config
 
 from lightning_memopt.compiled import Kernels, asked_to_order, kernels
+from lightning_memopt.record import listening_to
 from lightning_memopt.session.regions import kernel_order
 from lightning_memopt.session.regions.kernel_order import KernelOrder, problem_of
 from lightning_memopt.solvers.ordering import Order, Problem, faults
@@ -48,7 +49,7 @@ def branched() -> tuple[Tensor, list[Tensor], list[Tensor]]:
 
 
 def peak_of(call: Callable[[], Tensor], ordering: Callable[[Kernels], Sequence[int] | None]) -> tuple[int, Tensor]:
-    with asked_to_order(ordering):
+    with listening_to(asked_to_order(ordering)):
         call()  # compiles
     with metered_cpu() as events:
         result = call()
@@ -73,7 +74,7 @@ def test_a_better_order_is_executed_and_has_the_same_bits() -> None:
 def test_inductors_own_order_stays_where_it_is_as_good() -> None:
     inputs = branched()
     ordering = KernelOrder()
-    with torch.no_grad(), asked_to_order(ordering):
+    with torch.no_grad(), listening_to(asked_to_order(ordering)):
         torch.compile(branches)(*inputs)
     (found,) = ordering.orders
     assert found.given_nbytes == found.bound_nbytes and ordering.said == ""
@@ -104,7 +105,7 @@ def test_the_problem_has_inductors_estimate(function: Callable[..., Tensor], mon
     monkeypatch.setattr(kernels, "_ordered", read)
     x, wide, narrow = branched()
     inputs: Any = (x.requires_grad_(), wide, narrow) if function is branches else (x.requires_grad_(), wide[0])
-    with asked_to_order(lambda _: None):
+    with listening_to(asked_to_order(lambda _: None)):
         torch.compile(function)(*inputs).sum().backward()
     assert len(peaks) == 2 and all(ours == theirs > 0 for ours, theirs in peaks)
 
@@ -115,7 +116,7 @@ def drawing(x: Tensor) -> Tensor:
 
 def test_kernels_that_draw_from_a_generator_keep_their_order() -> None:
     read: list[Kernels] = []
-    with config.patch(fallback_random=True), asked_to_order(lambda k: read.append(k)):
+    with config.patch(fallback_random=True), listening_to(asked_to_order(lambda k: read.append(k))):
         torch.manual_seed(3)
         result = torch.compile(drawing)(torch.ones(64))
     torch.manual_seed(3)
@@ -148,7 +149,7 @@ def test_a_failure_to_read_the_kernels_leaves_them_as_they_are() -> None:
         raise ValueError("unknown")
 
     inputs = branched()
-    with torch.no_grad(), asked_to_order(fails):
+    with torch.no_grad(), listening_to(asked_to_order(fails)):
         result = torch.compile(branches)(*inputs)
     assert torch.allclose(result, branches(*inputs), rtol=1e-3, atol=1e-2)
 
@@ -166,7 +167,7 @@ def test_a_users_own_pass_runs_and_is_back_afterwards() -> None:
 
     users, ordering = Users(), KernelOrder()
     with config.patch(_post_fusion_custom_pass=users):
-        with torch.no_grad(), asked_to_order(ordering):
+        with torch.no_grad(), listening_to(asked_to_order(ordering)):
             torch.compile(branches)(*branched())
         assert config._post_fusion_custom_pass is users
     assert len(seen) == len(ordering.orders) == 1
@@ -176,7 +177,7 @@ def test_a_pass_without_an_identity_stays_alone() -> None:
     def users(nodes: list[Any]) -> list[Any]:
         return nodes
 
-    with config.patch(_post_fusion_custom_pass=users), asked_to_order(lambda _: None):
+    with config.patch(_post_fusion_custom_pass=users), listening_to(asked_to_order(lambda _: None)):
         assert config._post_fusion_custom_pass is users
 
 
@@ -216,7 +217,7 @@ def test_code_with_convolutions_keeps_its_order() -> None:
     """What these take for themselves is in no estimate."""
     asked: list[Kernels] = []
     weight = torch.randn(4, 3, 3, 3, requires_grad=True)
-    with asked_to_order(lambda of_nodes: asked.append(of_nodes)):
+    with listening_to(asked_to_order(lambda of_nodes: asked.append(of_nodes))):
         torch.compile(lambda x: nn.functional.conv2d(x, weight).relu().sum())(torch.randn(2, 3, 8, 8)).backward()
         assert not asked
         torch.compile(branches)(*branched())

@@ -11,6 +11,7 @@ from lightning_memopt.native.counting import Window
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.seams import Seams
 from lightning_memopt.session.cache.plan_cache import PlanCache
+from lightning_memopt.session.judge.drift import Drift
 from lightning_memopt.session.judge.states import Running
 from lightning_memopt.session.observe.observation import Observation
 from lightning_memopt.torch_private import AUTOGRAD
@@ -25,7 +26,7 @@ def interrupted(*_: object) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "interrupting"),
     [
-        (Running, "overtaken", property(interrupted)),
+        (Drift, "overtaken", property(interrupted)),
         (PlanCache, "pop", lambda self, *args: (dict.pop(self, *args), interrupted())),
     ],
     ids=["a forward begins", "a state is looked up"],

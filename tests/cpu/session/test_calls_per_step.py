@@ -31,7 +31,7 @@ PLACES = [
 ]
 PLANNED, OBSERVED = 330, 40_000
 """Most calls of a step."""
-LISTENING = 170
+LISTENING = 120
 """Calls of a forward in a process that has imported a compiler: it asks how code is to be split that is compiled meanwhile."""
 
 
