@@ -161,7 +161,7 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "The step needs more than the budget, and nothing lowers it.",
         "Mend why there is no plan, make the batch smaller, or the budget larger.",
     ),
-    ("session/decide/foresight.py", "MemOpt: the step does not fit"): ("The unmodified step is above the budget.", NOTHING),
+    ("session/solve/foresight.py", "MemOpt: the step does not fit"): ("The unmodified step is above the budget.", NOTHING),
     ("session/pooling.py", "MemOpt: no planned pool:"): (
         "The pool cannot be installed, for the reason named.",
         "Leave `pool` out, or end the other run that has it.",
@@ -180,26 +180,26 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Nothing can be rebuilt inside of compiled code: its backend or its kind has no joint graph that could be changed.",
         "Leave these layers eager, or compile with the backend that the line names.",
     ),
-    ("session/decide/solving.py", "MemOpt:   …"): ("What the solver is doing, at `logging.DEBUG`.", NOTHING),
-    ("session/decide/solving.py", "MemOpt: no plan is smaller"): (
+    ("session/solve/solving.py", "MemOpt:   …"): ("What the solver is doing, at `logging.DEBUG`.", NOTHING),
+    ("session/solve/solving.py", "MemOpt: no plan is smaller"): (
         "No tensor that a plan could drop is in memory at the peak.",
         "One of the remedies at the end of the line.",
     ),
-    ("session/decide/solving.py", "MemOpt: nothing is parked"): (
+    ("session/solve/solving.py", "MemOpt: nothing is parked"): (
         "To run ops again takes less time than to copy their results over this link, or no plan that parks was found in time.",
         "Nothing: the plan keeps the budget. `recompute=False` parks whatever the link's speed.",
     ),
-    ("session/decide/solving.py", "MemOpt: … of results of convolutions"): (
+    ("session/solve/solving.py", "MemOpt: … of results of convolutions"): (
         "`torch.backends.cudnn.benchmark` is on, or was: cuDNN times its algorithms in each thread, and backward has another "
         "thread than the forward, so a rebuild might run another algorithm, which gives other bits.",
         "Nothing, where the budget is kept; else leave `torch.backends.cudnn.benchmark` False from the start of the process.",
     ),
-    ("session/decide/solving.py", "MemOpt: plan in force"): ("A plan was found.", NOTHING),
-    ("session/decide/solving.py", "MemOpt: … of … parameters"): (
+    ("session/solve/solving.py", "MemOpt: plan in force"): ("A plan was found.", NOTHING),
+    ("session/solve/solving.py", "MemOpt: … of … parameters"): (
         "With `optimizer_in_backward='auto'`, a plan updates as few parameters in backward as its budget needs.",
         "Nothing; `optimizer_in_backward='always'` updates all of them there.",
     ),
-    ("session/decide/solving.py", "MemOpt: solving"): ("The observed steps are being planned.", NOTHING),
+    ("session/solve/solving.py", "MemOpt: solving"): ("The observed steps are being planned.", NOTHING),
     ("session/measure/between.py", "MemOpt: … bytes"): (
         "Code between two steps takes memory: a teacher's forward, a copy of the weights, an evaluation. No plan changes it.",
         "Run that code under `torch.no_grad()` or on smaller batches, delete what it need not keep, or raise the budget.",
@@ -252,7 +252,7 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Steps are short, so faster plans are searched for only as long as 50 steps take, or 1 second.",
         "None; larger batches or models are searched for longer.",
     ),
-    ("session/decide/solving.py", "MemOpt: smaller plans"): (
+    ("session/solve/solving.py", "MemOpt: smaller plans"): (
         "With `budget=\"min\"`, the smallest plan would make steps slower than `max_slowdown` allows.",
         "Give a larger `max_slowdown` for fewer bytes (`math.inf`: the smallest plan, however slow), or a budget in bytes.",
     ),
@@ -278,7 +278,7 @@ LOOKS: dict[tuple[str, str], tuple[str, ...]] = {
     ("session/regions/compiled_regions.py", "MemOpt: …"): (
         "MemOpt: nothing can be rebuilt inside of compiled code (…): the plan leaves its memory as it is. …",
     ),
-    ("session/decide/solving.py", "MemOpt:   …"): ("MemOpt:   NAME OF A SOLVER, … levels",),
+    ("session/solve/solving.py", "MemOpt:   …"): ("MemOpt:   NAME OF A SOLVER, … levels",),
     ("session/judge/peaks.py", "MemOpt: …"): (
         f"{_ABOVE}, and no smaller plan exists. Set …",
         "MemOpt: a step took …, and the smallest plan was to take …: some steps do more than those that were observed.",

@@ -34,7 +34,7 @@ from lightning_memopt.batching.plans import largest
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, LoweringError, Rebuild, lower, simulate
 from lightning_memopt.plan.rates import MachineRates, profile
-from lightning_memopt.session.decide.foresight import unmodified_peak
+from lightning_memopt.session.solve.foresight import unmodified_peak
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.recompute.echo import echo
 from lightning_memopt.solvers.rollout import keep_all

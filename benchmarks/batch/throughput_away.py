@@ -25,9 +25,9 @@ from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, LoweringError, Plan, Prediction, Rebuild, lower, simulate
 from lightning_memopt.plan.rates import MachineRates
-from lightning_memopt.session.decide.foresight import unmodified_peak
 from lightning_memopt.session.parking.joint_frontier import JointFrontier, peak_nbytes
 from lightning_memopt.session.parking.offloading import Offloading
+from lightning_memopt.session.solve.foresight import unmodified_peak
 from lightning_memopt.solvers import planner
 
 _SIZES = 4

@@ -60,7 +60,7 @@ def offload(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: in
 
     def wanted(graph: Graph, frontier: Frontier, peaks: dict[str, int]) -> list[Wanted]:
         offloading = _offloading(bench, deadline, offload=tier)
-        both = offloading.frontier(frontier)
+        both = offloading.widened(frontier)
         found = [(f"at {peer}", offloading, partial(both.plan, nbytes), nbytes) for peer, nbytes in peaks.items()]
         alone = partial(frontier.plan, peaks["per block"])
         least = partial(both.plan, both.smallest_nbytes)
@@ -79,7 +79,7 @@ def compress(bench: GpuBench, result: dict[str, Any], deadline: float, rounds: i
         found: list[Wanted] = []
         for kind in ("lossless", "lossy"):
             offloading = _offloading(bench, deadline, compress=kind)
-            both = offloading.frontier(frontier)
+            both = offloading.widened(frontier)
             found.append((f"{kind}, at per block", offloading, partial(both.plan, peaks["per block"]), peaks["per block"]))
             found.append((f"{kind}, smallest", offloading, partial(both.plan, both.smallest_nbytes), both.smallest_nbytes))
             found.append((f"{kind}, all that may", offloading, partial(_all_encoded, graph, offloading), _UNBOUNDED))

@@ -46,7 +46,7 @@ def run(name: str, seconds: float) -> dict[str, Any]:
     config = MemOptConfig(budget="min", offload="disk", compress="lossless", solver_seconds=seconds)
     offloading = Offloading(bench.device, config)
     alone = planner.solve(graph, limit_seconds=seconds, machine=Machine(overhead=costs.overhead(graph)))
-    frontier = offloading.frontier(alone)
+    frontier = offloading.widened(alone)
     row: dict[str, Any] = {
         "title": bench.title,
         "unmodified_mib": unmodified,

@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.lib.digests import hashed
 from lightning_memopt import optimize
-from lightning_memopt.session.decide import solving
 from lightning_memopt.session.ranks import shared_plan
+from lightning_memopt.session.solve import solving
 from lightning_memopt.trace import count_all
 
 WORDS, WIDTH, LENGTH, BATCH, LAYERS, STEPS = 64, 64, 64, 24, 2, 6
@@ -217,7 +217,7 @@ def dies(folder: Path, moment: str, victim: int) -> None:
             kill()
 
     if rank == victim and moment == "solving":
-        solving.solved = kill  # type: ignore[assignment]
+        solving.plan_for = kill  # type: ignore[assignment]
         shared_plan._sizes = kill  # type: ignore[assignment]
     try:
         train(Case(), "min", before=before)

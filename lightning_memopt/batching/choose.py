@@ -15,7 +15,7 @@ from lightning_memopt.batching.energy import EnergyModel
 from lightning_memopt.batching.fit import StepFit
 from lightning_memopt.batching.plans import Plans, largest
 from lightning_memopt.plan import Machine
-from lightning_memopt.session.decide.foresight import unmodified_peak
+from lightning_memopt.session.solve.foresight import unmodified_peak
 
 Mode = Literal["largest", "throughput", "energy"]
 MODES = ("largest", "throughput", "energy")

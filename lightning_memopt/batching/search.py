@@ -32,9 +32,9 @@ from lightning_memopt.config import MemOptConfig, disabled
 from lightning_memopt.errors import ConfigError, InfeasibleError, UnsupportedError
 from lightning_memopt.graph import Graph
 from lightning_memopt.ranks import Ranks, joins, ranks_of, wrapper_of
-from lightning_memopt.session.decide.machine import machine_of
-from lightning_memopt.session.decide.solving import frontier_of
 from lightning_memopt.session.parking.offloading import Offloading
+from lightning_memopt.session.solve.machine import machine_of
+from lightning_memopt.session.solve.solving import frontier_of
 from lightning_memopt.solvers.planner import Frontier
 from lightning_memopt.telemetry.sources import Clock
 from lightning_memopt.units import format_nbytes

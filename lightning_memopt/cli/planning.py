@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         say=lambda s: print(s, file=sys.stderr),
     )
     if offloading is not None:
-        frontier = offloading.frontier(frontier)
+        frontier = offloading.widened(frontier)
     budget = frontier.smallest_nbytes if wanted is None else wanted
     plan = frontier.plan(budget)
     write_plan(output, plan, graph)

@@ -29,7 +29,7 @@ from lightning_memopt.report.run import RunReport
 from lightning_memopt.report.table import summary
 from lightning_memopt.runtime.early_updates import Reason
 from lightning_memopt.session import RunStatus, Session
-from lightning_memopt.session.given_plan import write_snapshot
+from lightning_memopt.session.given_plan import write_snapshot, write_status
 from lightning_memopt.session.naming import naming
 from lightning_memopt.telemetry import Meter
 from lightning_memopt.telemetry.meter import MeterOptions
@@ -70,7 +70,7 @@ class Run:
 
     def save_plan(self, path: str) -> None:
         """Write the plan in force and its graph as JSON, for the option `plan=path`. Raises ConfigError if there is no plan."""
-        self.session.save_plan(path)
+        write_status(path, self.session.status())
 
     def dump_snapshot(self, path: str) -> None:
         """Write a planned step as a memory snapshot in the format of `torch.cuda.memory._dump_snapshot`, for torch's own viewer

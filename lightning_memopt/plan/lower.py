@@ -20,7 +20,7 @@ from lightning_memopt.plan.model import Life
 class LoweringError(MemOptError, ValueError):
     """The lives ask for a tensor that cannot be made at that point.
 
-    Remedy: make the plan again; a plan of this package's solvers is checked before it is used.
+    Remedy: make the plan again.
     """
 
 

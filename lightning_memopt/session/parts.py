@@ -47,9 +47,9 @@ class Parts:
         self._parts: list[Part] = []
         self._sort()
 
-    def add(self, part: AnyPart) -> AnyPart:
-        """The session has this part from now on."""
-        self._parts.append(part)
+    def add(self, part: AnyPart, first: bool = False) -> AnyPart:
+        """The session has this part from now on. `first`: it is told of moments before the others."""
+        self._parts.insert(0 if first else len(self._parts), part)
         self._sort()
         return part
 

@@ -3,9 +3,9 @@
     event                                 who says what follows
     `round`          a forward begins     forward: where it begins and ends, what records it; cache: the state of its signature
     `last_backward`  around a backward    early_updates: which parameters are updated in it
-    `update_begins`  an update begins     decide: whether any plan will fit, before the first update
+    `update_begins`  an update begins     solve: whether any plan will fit, before the first update
     `update_ended`   an update is over    ends: whether it ends the step
-    `step_ended`     the step is over     measure: its peak. Of an observed step: observe gives the graph, decide the plan.
+    `step_ended`     the step is over     measure: its peak. Of an observed step: observe gives the graph, solve the plan.
                                           Of a planned one: judge keeps the plan, replaces it, or has the step observed again
     `evaluating`     evaluation begins    nothing is observed or measured until the next step
     `close`          the run is over
@@ -33,16 +33,13 @@ from lightning_memopt.runtime.early_updates import Reason, count_versions
 from lightning_memopt.session.attachment import Attachment
 from lightning_memopt.session.budget import Neighbours, budget_on, device_of
 from lightning_memopt.session.cache.plan_cache import PlanCache
-from lightning_memopt.session.decide.foresight import Foresight
-from lightning_memopt.session.decide.machine import machine_of
-from lightning_memopt.session.decide.refusals import refuse_hopeless, refuse_sharded
 from lightning_memopt.session.early_updates import EarlyUpdating, wanted
 from lightning_memopt.session.ends import Ends
 from lightning_memopt.session.forward.recording import PlannedRecording, Recording
 from lightning_memopt.session.forward.round import Rounds
 from lightning_memopt.session.forward.sequence import Sequence
 from lightning_memopt.session.forward.shapes import Entry, Signature, signature_of
-from lightning_memopt.session.given_plan import read_given, write_status
+from lightning_memopt.session.given_plan import read_given
 from lightning_memopt.session.history import History
 from lightning_memopt.session.judge.states import Running, State
 from lightning_memopt.session.measure.peak_meter import Measured, Metering, in_compiled_code
@@ -58,6 +55,10 @@ from lightning_memopt.session.pooling import Pooling
 from lightning_memopt.session.ranks.agreement import Agreement
 from lightning_memopt.session.regions.compiled_regions import CompiledRegions
 from lightning_memopt.session.regions.compiling import CompiledBlocks
+from lightning_memopt.session.solve.foresight import Foresight
+from lightning_memopt.session.solve.machine import machine_of
+from lightning_memopt.session.solve.refusals import refuse_hopeless, refuse_sharded
+from lightning_memopt.session.solve.solving import Solved
 from lightning_memopt.session.status import RunStatus, Transfers, status_of, transfers_of
 from lightning_memopt.session.step import Step
 from lightning_memopt.torch_private import Parameters
@@ -142,7 +143,7 @@ class Session:
         """Do what `optimizer_in_backward` says (`wanted`). `reasons`: why the adapter forbids early updates."""
         early = wanted(self.model, self.optimizers, self.config, reasons, self.say) if self.enabled else None
         self._parts.drop(self._early)
-        self._early = None if early is None else self._parts.add(early)
+        self._early = None if early is None else self._parts.add(early, first=True)  # it may raise, and must be ended
         if early is not None and self.given is not None:
             early.adopt(names_of(self.given[1], self.given[0].updates))
 
@@ -275,9 +276,9 @@ class Session:
             self._observed_step.abandon()
         self._ends.clear()
         self._step.plans.clear()
-        self._metering.end()
         for close in self._parts.close:
             close()
+        self._metering.end()
         if self._attachment is not None:
             self._attachment.leave()
 
@@ -316,10 +317,6 @@ class Session:
         """How many parameters were updated in a step that raised before it updated the others."""
         return 0 if self._early is None else self._early.updates.halfway
 
-    def save_plan(self, path: str) -> None:
-        """Write the plan in force, with its graph, as JSON. Raises ConfigError where there is none."""
-        write_status(path, self.status())
-
     def _applies(self, entered: str = "") -> bool:
         if self.rounds.busy or (entered and (self.rounds.is_called or backward_runs())):  # a call beside the model's, or again
             return False
@@ -332,9 +329,9 @@ class Session:
         if self._ends.awaited or (self._step.began and self._ends.written_by_hand(self._observed_step.now)):
             self.step_ended()
         if not trains(self.model):
-            self._observed_step.evaluates(self.silence)
             for tell in self._parts.evaluates:
                 tell(self._step.began)
+            self._observed_step.evaluates(self.silence)
 
     def _begin_round(self, batch: Any, part: int | Entry) -> Recording | None:
         """A call of the model begins: settle what came before, decide which state serves it, and give what records it."""
@@ -363,7 +360,7 @@ class Session:
         return self._run(state) if isinstance(state, Running) else None
 
     def _has_changed(self) -> None:
-        """The model may have moved to another device, or its buckets of gradients may be new: plans are made anew."""
+        """Drop all plans if the model has moved to another device, or DistributedDataParallel has new buckets of gradients."""
         if rebuild_buckets(self.model) and self._early is not None and self.plan is not None:
             self.say("MemOpt: DistributedDataParallel has made its buckets anew; observing again")
             self._plan_cache.clear()
@@ -400,9 +397,7 @@ class Session:
         return state
 
     def _prepare(self, signature: Signature, batch: Any) -> None:
-        """Before a signature has a state: the first one gets the plan that the user gave. Raises InfeasibleError where resident
-        tensors alone exceed the budget.
-        """
+        """The first signature gets the user's plan, if any. Raises InfeasibleError if resident tensors exceed the budget."""
         if self.given is not None and not self._plan_cache:
             self._plan_cache[signature] = given = Running(*self.given, None)
             given.past.early_known = self._early is not None
@@ -444,8 +439,7 @@ class Session:
     def _goes_on(self, call: Signature) -> tuple[bool, Recording | None]:
         """Whether this call of the model is a part of the present forward, and what records it then."""
         if isinstance(self._current, Observing | Waiting):
-            observation = self._observed_step.now
-            recording = None if observation is None else observation.goes_on()
+            recording = self._observed_step.goes_on()
             return recording is not None, recording
         is_given = isinstance(self._current, Running) and self._current.is_given  # only the ops say which calls its plan is for
         if not (self._sequence.expects(call) or (self._sequence.now and is_given)):
@@ -481,16 +475,22 @@ class Session:
         if state.for_early:
             state.early_observed(graph)
             return
-        graph = self.foresight.complete(graph, self.device, early=self._early is not None)
+        self._plan_for(state, self.foresight.complete(graph, self.device, early=self._early is not None))
+
+    def _plan_for(self, state: Observing, graph: Graph) -> None:
+        """A step of this state was observed. Its regions are compiled again, or it gets a plan after its last step."""
         cache, regions, limit = self._plan_cache, self._compiled, self._limit_nbytes
-        chooses = self._early is not None and graph.updates and self._agreement.alone  # ranks update the same parameters early
-        seconds = self._early.seconds(self.device) if self._early is not None and chooses else 0.0
+        own = bool(graph.updates) and self._agreement.alone  # ranks update the same parameters early
+        seconds = self._early.seconds(self.device) if self._early is not None and own else 0.0
         machine = machine_of(self.device, resident_tensors(self.model, self.optimizers, ()), seconds)
         if regions.compiled_again(graph, limit, self.say, machine):
             self._become(state, cache.afresh(state, regions.changed))
             return
-        solve = partial(self._agreement.solved, limit_nbytes=limit, offloading=self._offloading, say=self.say, machine=machine)
-        self._become(state, cache.observed(state, graph, self.say, lambda step: regions.in_plans(solve(step))))
+
+        def solve(step: Graph) -> Solved:
+            return regions.in_plans(self._agreement.plan_for(step, limit, self._offloading, self.say, machine))
+
+        self._become(state, cache.take_graph(state, graph, self.say, solve))
 
     def _become(self, old: State, new: State) -> None:
         if new is not old:

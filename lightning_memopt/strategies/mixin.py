@@ -23,7 +23,7 @@ from lightning_memopt.integrations.lightnings import shown
 from lightning_memopt.report.run import RunReport
 from lightning_memopt.report.table import summary
 from lightning_memopt.session import RunStatus, Session
-from lightning_memopt.session.given_plan import write_snapshot
+from lightning_memopt.session.given_plan import write_snapshot, write_status
 from lightning_memopt.session.naming import naming
 from lightning_memopt.strategies.early_updates import of_trainer
 from lightning_memopt.telemetry import Meter
@@ -107,7 +107,7 @@ class MemOptMixin(abc.ABC):
         """Write the plan in force and its graph as JSON, for the option `plan=path`. Raises ConfigError if there is no plan."""
         if self.session is None:
             raise ConfigError("There is no plan yet: nothing was fitted with this strategy. Run `trainer.fit` first.")
-        self.session.save_plan(path)
+        write_status(path, self.session.status())
 
     def dump_snapshot(self, path: str) -> None:
         """Write a planned step for torch's memory viewer: `Run.dump_snapshot`. Raises ConfigError if there is no plan."""

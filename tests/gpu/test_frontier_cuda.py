@@ -16,9 +16,9 @@ from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import resident_nbytes
 from lightning_memopt.plan import reserved
 from lightning_memopt.runtime import Program
-from lightning_memopt.session.decide.machine import machine_of
 from lightning_memopt.session.observe.resident import resident_tensors
 from lightning_memopt.session.observe.workspaces import take_workspaces
+from lightning_memopt.session.solve.machine import machine_of
 from lightning_memopt.solvers import planner
 
 

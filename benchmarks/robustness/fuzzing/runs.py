@@ -23,7 +23,7 @@ from lightning_memopt.errors import MemOptError
 from lightning_memopt.graph import Graph
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.plan import simulate
-from lightning_memopt.session.decide import solving
+from lightning_memopt.session.solve import solving
 from lightning_memopt.solvers.offload.trips import send_away
 from lightning_memopt.solvers.planner import UNSEEN_NBYTES, Candidate, Frontier
 

@@ -156,7 +156,7 @@ class ObservingEngine(Engine):
         self._retained: dict[int, bool] = {}
 
     def recorded(self, record: OpRecord) -> None:
-        self.clock += 1
+        self.clock = self.clock + 1 if record.call is None else record.call.op + 1  # calls have the ids of their ops
         if record.call is not None:
             self._calls[record.call.op] = record.call
             self.surplus.recorded(record.call)

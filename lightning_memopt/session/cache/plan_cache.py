@@ -17,7 +17,7 @@ from lightning_memopt.session import times
 from lightning_memopt.session.cache import longer
 from lightning_memopt.session.cache.solves import Solves
 from lightning_memopt.session.forward.shapes import Signature, alike, elements, goes_on_as, times_larger
-from lightning_memopt.session.judge.states import Running, Solve, State, observed
+from lightning_memopt.session.judge.states import Running, Solve, State, after_observing
 from lightning_memopt.session.observe.failed import Failed
 from lightning_memopt.session.observe.observing import Observing, Say, Waiting
 from lightning_memopt.session.observe.silence import WAITS
@@ -123,18 +123,19 @@ class PlanCache(dict[Signature, State]):
                 del self[signature]
         return state.afresh()
 
-    def observed(self, state: Observing, graph: Graph, say: Say, solve: Solve) -> State:
-        """As `observed` of a state; counts the seconds of a solve."""
+    def take_graph(self, state: Observing, graph: Graph, say: Say, solve: Solve) -> State:
+        """See `after_observing`. Counts the seconds of a solve."""
         signature, began = self._of(state), times.current.now()
-        after = observed(state, graph, say, solve)
+        after = after_observing(state, graph, say, solve)
         if isinstance(after, Running):
             self.solves.ended(signature, len(graph.ops), times.current.now() - began)
         return after
 
     def turned_out(self, state: Observing | Running, signature: Signature) -> bool:
-        """The forward of a state that is observed, or has a plan that the user gave, was of this signature: more calls may have
-        followed the first one than expected, or fewer. Returns whether its graph is one of this state, whose plan is then for
-        the most calls; else the next such forward is observed.
+        """A forward of this state is over, and had the calls of `signature`: maybe more or fewer than the state's own signature
+        has. Returns whether its graph counts for this state. If not, the next such forward is observed.
+
+        state: one that is observed, or whose plan the user gave.
         """
         expected = self._of(state)
         known = isinstance(state, Running) or bool(state.graphs)  # else no forward with the expected calls was observed

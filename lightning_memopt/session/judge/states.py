@@ -30,8 +30,6 @@ from lightning_memopt.graph import Graph, unmodified_levels
 from lightning_memopt.plan import Plan, early, names_of
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
 from lightning_memopt.runtime.parked import Depot
-from lightning_memopt.session.decide.advice import advice
-from lightning_memopt.session.decide.solving import Solved, budget_for
 from lightning_memopt.session.judge.drift import Drift
 from lightning_memopt.session.judge.held import beside, with_held
 from lightning_memopt.session.judge.patience import PATIENCE
@@ -39,18 +37,20 @@ from lightning_memopt.session.judge.peaks import Peaks
 from lightning_memopt.session.observe.failed import Failed
 from lightning_memopt.session.observe.observing import Observing, Say, Waiting
 from lightning_memopt.session.observe.recurring import Recurring
+from lightning_memopt.session.solve.advice import advice
+from lightning_memopt.session.solve.solving import Solved, budget_for
 from lightning_memopt.solvers import planner
 from lightning_memopt.units import format_nbytes
 
 Solve = Callable[[Graph], Solved]
 
 
-def observed(state: Observing, graph: Graph, say: Say, solve: Solve) -> State:
-    """Take a recorded step of a signature. The last one leads to the state of the plan that `solve` makes; or back to that of
-    the plan before, which was made smaller because steps took more than predicted, where this step does not show why they do.
-    Raises what `solve` raises.
+def after_observing(state: Observing, graph: Graph, say: Say, solve: Solve) -> State:
+    """The state of a signature after one of its steps was recorded. The last one leads to the state of the plan that `solve`
+    makes. Where an earlier plan was made smaller because steps took more than predicted, and this step takes no more than those
+    before, that plan's state comes back. Raises what `solve` raises.
     """
-    planned = state.observed(graph, say)
+    planned = state.add(graph, say)
     if not isinstance(planned, Graph):
         return planned
     before = state.before
@@ -202,7 +202,7 @@ class Running:
         """
         if measured_nbytes is not None and measured_nbytes <= self.plan.budget_nbytes:
             return True
-        if self.lender is not None and self.plan is not self.lender.plan:  # this batch is larger
+        if self.lender is not None and self.plan.budget_nbytes != self.lender.plan.budget_nbytes:  # this batch is larger
             return not self.drift.in_a_row
         # twice: the gradient of a tensor may be larger, too
         at_most = self.plan.predicted_peak_nbytes + 2 * self.drift.excess_nbytes

@@ -10,6 +10,7 @@ from torch import nn
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.device.places import is_on
 from lightning_memopt.graph import Graph
+from lightning_memopt.session.forward.recording import Recording
 from lightning_memopt.session.observe.effort import Effort
 from lightning_memopt.session.observe.observation import Observation, observing
 from lightning_memopt.session.observe.observing import Observing, Waiting
@@ -122,6 +123,10 @@ class ObservedStep:
             return None
         self.effort.succeeded()
         return graph
+
+    def goes_on(self) -> Recording | None:
+        """The model is called again: see `Observation.goes_on`."""
+        return None if self.now is None else self.now.goes_on()
 
     @property
     def has_backward(self) -> bool:

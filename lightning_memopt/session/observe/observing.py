@@ -73,7 +73,7 @@ class Observing:
         again.before = self.before
         return again
 
-    def observed(self, graph: Graph, say: Say) -> Graph | Observing | Failed:
+    def add(self, graph: Graph, say: Say) -> Graph | Observing | Failed:
         """Take a recorded step. The last one leads to the graph that a plan is made for, or to no plan at all."""
         self.graphs.append(graph)
         if len(self.graphs) < self.steps:

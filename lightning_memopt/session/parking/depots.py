@@ -32,13 +32,13 @@ class Depots:
 
         Depots of plans that are not `in_force` any more are closed, unless tensors are parked there. None: none is closed.
         """
-        known = self._of_plan.get(id(plan))
+        known = self._of_plan.get(id(plan.lives))  # a plan gets addresses later, and keeps its lives
         if known is None:
-            kept = None if in_force is None else {id(p) for p in in_force()}
+            kept = None if in_force is None else {id(p.lives) for p in in_force()}
             for key, (_, depot) in list(self._of_plan.items()):
                 if kept is not None and key not in kept and (depot is None or not depot.used_nbytes):
                     self._end(key)
-            known = self._of_plan[id(plan)] = plan, self._new(plan)
+            known = self._of_plan[id(plan.lives)] = plan, self._new(plan)
         return known[1]
 
     def _new(self, plan: Plan) -> Depot | None:

@@ -119,7 +119,7 @@ class Offloading(Part):
         accepted = (codec(name) for name in names)
         return [(c.name, c.encoded_nbytes(tensor.size, dtype)) for c in accepted if c.accepts(tensor.size, dtype)]
 
-    def frontier(self, frontier: Frontier) -> Frontier:
+    def widened(self, frontier: Frontier) -> Frontier:
         """The frontier, widened by plans that park tensors where any may be parked."""
         return JointFrontier.of(frontier, self) if self.wanted else frontier
 

@@ -29,14 +29,14 @@ from lightning_memopt.errors import InfeasibleError, RankFailedError, UpdatesInB
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Machine
 from lightning_memopt.ranks import Ranks, joins, ranks_of
-from lightning_memopt.session.decide import solving
-from lightning_memopt.session.decide.solving import Say, Solved
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Part
 from lightning_memopt.session.ranks import shared_plan
 from lightning_memopt.session.regions import shared_regions
 from lightning_memopt.session.regions.region_choice import Option
 from lightning_memopt.session.regions.shared_regions import Shown
+from lightning_memopt.session.solve import solving
+from lightning_memopt.session.solve.solving import Say, Solved
 from lightning_memopt.units import format_nbytes
 
 _MORE_STEPS = 3
@@ -172,19 +172,19 @@ class Agreement(Part):
             self._ranks.tell("the plans of all ranks", {})
             self._settled()
 
-    def solved(self, graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: Say, machine: Machine) -> Solved:
-        """As `solving.solved`. Where all ranks make their first plan now, they make it together.
+    def plan_for(self, graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: Say, machine: Machine) -> Solved:
+        """As `solving.plan_for`. Where all ranks make their first plan now, they make it together.
 
         Raises InfeasibleError where a rank's plan is infeasible and `on_exceed` is "raise".
         """
         if self._ranks is None or not (self._open and self._all_plan and self._step_ends):
-            return solving.solved(graph, limit_nbytes, offloading, say, machine)
+            return solving.plan_for(graph, limit_nbytes, offloading, say, machine)
         ranks, self._all_plan = self._ranks, False
         try:
-            shared = shared_plan.solved(ranks, graph, limit_nbytes, offloading, say, machine, _PLAN_SECONDS)
+            shared = shared_plan.plan_of_first_rank(ranks, graph, limit_nbytes, offloading, say, machine, _PLAN_SECONDS)
             if shared is not None:
                 return shared
-            return self._each_alone(ranks, lambda: solving.solved(graph, limit_nbytes, offloading, say, machine))
+            return self._each_alone(ranks, lambda: solving.plan_for(graph, limit_nbytes, offloading, say, machine))
         finally:
             self._settled()
 

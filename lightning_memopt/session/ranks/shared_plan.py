@@ -17,9 +17,9 @@ from lightning_memopt.graph import Graph, fingerprint
 from lightning_memopt.plan import Machine
 from lightning_memopt.plan.files import fields_of, plan_of_fields
 from lightning_memopt.ranks import Ranks
-from lightning_memopt.session.decide import solving
-from lightning_memopt.session.decide.solving import Say, Solved
 from lightning_memopt.session.parking.offloading import Offloading
+from lightning_memopt.session.solve import solving
+from lightning_memopt.session.solve.solving import Say, Solved
 from lightning_memopt.solvers.planner import Candidate, Frontier
 
 NOTHING: dict[str, Any] = {"graph": ""}
@@ -28,7 +28,7 @@ _CANDIDATES = 32
 """Maximum number of plans of a frontier that are sent: later budgets choose among them."""
 
 
-def solved(
+def plan_of_first_rank(
     ranks: Ranks,
     graph: Graph,
     limit_nbytes: int | None,
@@ -55,7 +55,7 @@ def solved(
     sizes = [_sizes(graph), *(ranks.hear("sizes", rank, seconds) for rank in range(1, ranks.size))]
     together = largest(graph, [s for s in sizes if s is not None])
     try:
-        outcome = solving.solved(together, limit_nbytes, offloading, say, machine)
+        outcome = solving.plan_for(together, limit_nbytes, offloading, say, machine)
     except InfeasibleError as error:
         ranks.tell("shared plan", {"refused": str(error), "smallest": error.smallest_nbytes, "budget": error.budget_nbytes})
         raise
@@ -146,4 +146,4 @@ def _adopted(answer: dict[str, Any], own: Graph, offloading: Offloading, machine
         seconds=answer["seconds"],
         machine=machine,
     )
-    return Solved(offloading.frontier(frontier), plan_of_fields(answer["plan"], graph), answer["above"])
+    return Solved(offloading.widened(frontier), plan_of_fields(answer["plan"], graph), answer["above"])

@@ -29,8 +29,6 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Machine, RegionPlan, regions_text
 from lightning_memopt.record import compiled_modules
 from lightning_memopt.record.gathered import units_of
-from lightning_memopt.session.decide.foresight import unmodified_peak
-from lightning_memopt.session.decide.solving import Solved
 from lightning_memopt.session.measure.peak_meter import in_compiled_code
 from lightning_memopt.session.parts import Part
 from lightning_memopt.session.regions import shared_regions
@@ -38,6 +36,8 @@ from lightning_memopt.session.regions.kernel_order import KernelOrder
 from lightning_memopt.session.regions.region_choice import Choice, Option, Stage, modelled
 from lightning_memopt.session.regions.remembered import Remembered
 from lightning_memopt.session.regions.shared_regions import Shown
+from lightning_memopt.session.solve.foresight import unmodified_peak
+from lightning_memopt.session.solve.solving import Solved
 from lightning_memopt.solvers import planner
 from lightning_memopt.torch_private import compiled_codes, inlining_code
 from lightning_memopt.units import format_nbytes
@@ -246,6 +246,8 @@ class CompiledRegions(Part):
     def in_plans(self, solved: Solved) -> Solved:
         """What was decided for the regions of the step is a part of the plans for it: they were solved for that step."""
         regions = tuple(map(self._planned, self._stages_of_step()))
+        if not regions:
+            return solved
         frontier, plan = replace(solved.frontier, regions=regions), replace(solved.plan, regions=regions)
         return solved._replace(frontier=frontier, plan=plan)
 

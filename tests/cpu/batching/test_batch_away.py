@@ -18,10 +18,10 @@ from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, Machine
 from lightning_memopt.plan.forms import tier_of
-from lightning_memopt.session.decide.solving import frontier_of
 from lightning_memopt.session.judge.states import Running
 from lightning_memopt.session.parking.joint_frontier import peak_nbytes
 from lightning_memopt.session.parking.offloading import Offloading
+from lightning_memopt.session.solve.solving import frontier_of
 from lightning_memopt.solvers.planner import UNSEEN_NBYTES
 from tests.cpu.batching.test_batch_fit import fitted, recorded
 from tests.cpu.lib.inside import state_of

@@ -17,8 +17,8 @@ from lightning_memopt.batching.fit import FitError, StepFit, fit, itemsize
 from lightning_memopt.batching.plans import Plans, largest
 from lightning_memopt.batching.profile import sharpened
 from lightning_memopt.graph import Graph, unmodified_levels
-from lightning_memopt.session.decide.foresight import unmodified_peak
 from lightning_memopt.session.observe.observation import Observation
+from lightning_memopt.session.solve.foresight import unmodified_peak
 from lightning_memopt.solvers import planner
 from tests.cpu.lib.loops import CLASSES, LENGTH, WORDS, loss_of, small
 

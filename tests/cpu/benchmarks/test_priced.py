@@ -19,7 +19,7 @@ from lightning_memopt.batching.plans import largest
 from lightning_memopt.graph import Op
 from lightning_memopt.plan import LoweringError, Plan, lower, simulate, validate
 from lightning_memopt.plan.rates import Coding, Link, MachineRates
-from lightning_memopt.session.decide.foresight import unmodified_peak
+from lightning_memopt.session.solve.foresight import unmodified_peak
 
 pytestmark = pytest.mark.long
 

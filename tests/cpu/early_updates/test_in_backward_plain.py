@@ -212,7 +212,7 @@ def test_f10_steps_hooks_rates_and_users_gradient_hooks(updates: list[Tensor]) -
 def test_given_plan_says_what_is_updated(tmp_path: Path, updates: list[Tensor]) -> None:
     """A plan that was made with updates in backward brings them along, from the first step on."""
     run = same_as_plain(Body, OPTIMIZERS["sgd"], WIDE)
-    run.session.save_plan(str(tmp_path / "plan.json"))
+    run.save_plan(str(tmp_path / "plan.json"))
     assert run.plan is not None and len(run.plan.updates) >= 5
     assert run.plan.updates == early(state_of(run).program.graph)
     updates.clear()

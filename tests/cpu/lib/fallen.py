@@ -29,8 +29,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memopt import MemOptDDPStrategy, MemOptModelParallelStrategy, optimize
 from lightning_memopt.ranks import board, ranks
-from lightning_memopt.session.decide import solving
 from lightning_memopt.session.ranks import shared_plan
+from lightning_memopt.session.solve import solving
 from tests.cpu.lib import fits, sharded
 from tests.cpu.lib.forked import forked
 from tests.cpu.lib.group import PATIENT_SECONDS
@@ -135,7 +135,7 @@ def member(case: str, rank: int, folder: Path, port: int) -> None:
             fails()
 
     if rank == 1 and fault == "solving":
-        solving.solved = lambda *_: fails()  # type: ignore[assignment, return-value]
+        solving.plan_for = lambda *_: fails()  # type: ignore[assignment, return-value]
         shared_plan._sizes = lambda *_: fails()  # type: ignore[assignment, return-value]
     before, error = installed(), ""
     try:

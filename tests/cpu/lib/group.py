@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memopt import optimize
 from lightning_memopt.ranks import board, ranks
-from lightning_memopt.session.decide import solving
 from lightning_memopt.session.ranks import shared_plan
+from lightning_memopt.session.solve import solving
 from lightning_memopt.trace import count_all
 from tests.cpu.lib.forked import forked
 from tests.cpu.lib.launched import free_port
@@ -116,7 +116,7 @@ def killed_while_solving(victim: int) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if distributed.get_rank() == victim:
-        solving.solved = kill  # type: ignore[assignment]
+        solving.plan_for = kill  # type: ignore[assignment]
         shared_plan._sizes = kill  # type: ignore[assignment]
     return train("min")
 

@@ -16,8 +16,8 @@ from lightning_memopt import MemOptConfig, optimize
 from lightning_memopt.device import determinism
 from lightning_memopt.plan import Machine
 from lightning_memopt.record import devices, recorder
-from lightning_memopt.session.decide.solving import frontier_of
 from lightning_memopt.session.parking.offloading import Offloading
+from lightning_memopt.session.solve.solving import frontier_of
 from tests.cpu.lib.device_thread import backward_in_its_own_thread
 from tests.cpu.lib.loops import QUIET, assert_same, sgd, state
 from tests.cpu.lib.observed import graph_of

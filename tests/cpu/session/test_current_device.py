@@ -17,13 +17,13 @@ from lightning_memopt.device.places import current, is_on
 from lightning_memopt.plan import Machine
 from lightning_memopt.runtime import Learned
 from lightning_memopt.runtime.tiers.worker import Copy, Worker
-from lightning_memopt.session.decide import rehearsal
-from lightning_memopt.session.decide.rehearsal import Update, rehearse, with_gradients
-from lightning_memopt.session.decide.solving import frontier_of
 from lightning_memopt.session.observe import costs
 from lightning_memopt.session.observe.costs import Costs
 from lightning_memopt.session.observe.resident import resident_nbytes
 from lightning_memopt.session.parking.offloading import Offloading
+from lightning_memopt.session.solve import rehearsal
+from lightning_memopt.session.solve.rehearsal import Update, rehearse, with_gradients
+from lightning_memopt.session.solve.solving import frontier_of
 from lightning_memopt.session.times import Times
 from lightning_memopt.trace.tracer import Tracer
 from tests.cpu.lib.models import Body, data, made

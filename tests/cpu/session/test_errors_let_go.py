@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_memopt import MemOptConfig, optimize
-from lightning_memopt.session.decide.solving import chosen
+from lightning_memopt.session.solve.solving import chosen
 from lightning_memopt.solvers.planner import Frontier
 from tests.cpu.lib.loops import QUIET, batches, sgd, small, train
 

@@ -28,9 +28,9 @@ from lightning_memopt.report.fates import kept
 from lightning_memopt.report.table import parked_text
 from lightning_memopt.session.cache import plan_cache
 from lightning_memopt.session.cache.solves import Solves
-from lightning_memopt.session.decide.solving import frontier_of
 from lightning_memopt.session.judge.states import Running
 from lightning_memopt.session.parking.offloading import Offloading
+from lightning_memopt.session.solve.solving import frontier_of
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import QUIET, assert_same, batches, counted_nbytes, loss_of, sgd, small, state, train
 from tests.cpu.lib.observed import graph_of

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from lightning_memopt import optimize
 from lightning_memopt.graph import resident_nbytes
 from lightning_memopt.session.cache.solves import Solves
-from lightning_memopt.session.decide import solving
 from lightning_memopt.session.judge.states import Running
 from lightning_memopt.session.measure.peak_meter import StepMeter
 from lightning_memopt.session.observe.observation import Observation
 from lightning_memopt.session.observe.resident import resident_nbytes as resident_on
 from lightning_memopt.session.observe.resident import resident_tensors
+from lightning_memopt.session.solve import solving
 from tests.cpu.lib.inside import current_of, states_of
 from tests.cpu.lib.loops import QUIET, agrees, assert_same, state, without_counter
 from tests.cpu.lib.times import Known, given
@@ -87,7 +87,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Measures every step, observed or planned."""
     found = Seen()
     close, begin, finish = StepMeter.close, Observation.begin_round, Observation.finish
-    init, solved = Observation.__init__, solving.solved
+    init, solved = Observation.__init__, solving.plan_for
 
     def closed(self: StepMeter) -> int | None:
         peak = close(self)
@@ -124,7 +124,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     monkeypatch.setattr(Observation, "__init__", made)
     monkeypatch.setattr(Observation, "begin_round", begun)
     monkeypatch.setattr(Observation, "finish", finished)
-    monkeypatch.setattr(solving, "solved", counted)
+    monkeypatch.setattr(solving, "plan_for", counted)
     return found
 
 

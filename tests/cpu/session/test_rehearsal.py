@@ -12,8 +12,8 @@ from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memopt.session.decide.rehearsal import UNKNOWN, Update, rehearse, with_gradients
 from lightning_memopt.session.observe.resident import resident_nbytes, resident_tensors
+from lightning_memopt.session.solve.rehearsal import UNKNOWN, Update, rehearse, with_gradients
 from lightning_memopt.trace import metered_cpu
 from tests.cpu.lib.observed import CPU
 

@@ -16,9 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.session.cache.solves import FREE_SOLVES, FREE_STEPS, SECONDS_APART, Solves
-from lightning_memopt.session.decide import solving
 from lightning_memopt.session.forward.shapes import signature_of
 from lightning_memopt.session.judge.states import Running
+from lightning_memopt.session.solve import solving
 from tests.cpu.lib.inside import current_of, states_of
 from tests.cpu.lib.loops import QUIET, assert_same, budget_at, state
 from tests.cpu.lib.times import Known, given
@@ -59,14 +59,14 @@ class Solved:
 def solved(monkeypatch: pytest.MonkeyPatch) -> Solved:
     found = Solved(Clock())
     given(monkeypatch, found.clock)
-    solve = solving.solved
+    solve = solving.plan_for
 
     def timed(*args: Any) -> Any:
         found.at.append((found.steps, found.clock.seconds))
         found.clock.seconds += SOLVE_SECONDS
         return solve(*args)
 
-    monkeypatch.setattr(solving, "solved", timed)
+    monkeypatch.setattr(solving, "plan_for", timed)
     return found
 
 

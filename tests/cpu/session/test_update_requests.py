@@ -8,9 +8,9 @@ from torch import optim
 
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Tensor, unmodified_levels
 from lightning_memopt.plan import Machine
-from lightning_memopt.session.decide.foresight import with_early_updates, with_update
-from lightning_memopt.session.decide.rehearsal import Update, rehearse, with_gradients
 from lightning_memopt.session.observe.graphs import pieces, with_state
+from lightning_memopt.session.solve.foresight import with_early_updates, with_update
+from lightning_memopt.session.solve.rehearsal import Update, rehearse, with_gradients
 from tests.cpu.lib.observed import CPU
 
 MIB = 1 << 20

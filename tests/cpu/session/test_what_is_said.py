@@ -16,8 +16,8 @@ from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import resident_nbytes
 from lightning_memopt.logs import LOGGER
 from lightning_memopt.plan.peak import at_peak
-from lightning_memopt.session.decide.solving import chosen
 from lightning_memopt.session.judge.states import Running
+from lightning_memopt.session.solve.solving import chosen
 from lightning_memopt.units import format_nbytes, parse_budget
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import counted_nbytes

@@ -15,12 +15,12 @@ from torch import nn
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.device import cuda
 from lightning_memopt.plan.allocator import Settings
-from lightning_memopt.session.decide.machine import machine_of
 from lightning_memopt.session.judge.states import Waiting
 from lightning_memopt.session.observe import observed_step, workspaces
 from lightning_memopt.session.observe.effort import Effort
 from lightning_memopt.session.observe.observed_step import ObservedStep
 from lightning_memopt.session.observe.workspaces import take_workspaces
+from lightning_memopt.session.solve.machine import machine_of
 from tests.cpu.lib.device_thread import backward_in_its_own_thread
 
 CUDA = torch.device("cuda", 0)

@@ -24,13 +24,13 @@ from lightning_memopt.native import counter_of
 from lightning_memopt.plan import Machine
 from lightning_memopt.record import parameters_of
 from lightning_memopt.session import times
-from lightning_memopt.session.decide.machine import machine_of
-from lightning_memopt.session.decide.rehearsal import Rounded, Update, rehearse, still_to_make, with_gradients
 from lightning_memopt.session.observe.final_gradients import Final
 from lightning_memopt.session.observe.graphs import pieces, requests_for, smoothed, with_state
 from lightning_memopt.session.observe.observation import Observation
 from lightning_memopt.session.observe.resident import state_made
 from lightning_memopt.session.parking.offloading import Offloading
+from lightning_memopt.session.solve.machine import machine_of
+from lightning_memopt.session.solve.rehearsal import Rounded, Update, rehearse, still_to_make, with_gradients
 from lightning_memopt.session.worth import worth
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.rollout import keep_all
@@ -345,4 +345,4 @@ def _smallest_nbytes(graph: Graph, offloading: Offloading, machine: Machine) -> 
     solved = planner.solve(
         graph, machine, limit_seconds=config.solver_seconds, search_seconds=worth(graph, config), clock=clock
     )
-    return offloading.frontier(solved).smallest_nbytes
+    return offloading.widened(solved).smallest_nbytes

@@ -14,11 +14,11 @@ from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import COMPILED, Graph
 from lightning_memopt.plan import Machine, Plan
 from lightning_memopt.session import times
-from lightning_memopt.session.decide.advice import advice
-from lightning_memopt.session.decide.foresight import unmodified_peak
 from lightning_memopt.session.measure.peak_meter import spoil_open_meters
 from lightning_memopt.session.observe import costs
 from lightning_memopt.session.parking.offloading import Offloading
+from lightning_memopt.session.solve.advice import advice
+from lightning_memopt.session.solve.foresight import unmodified_peak
 from lightning_memopt.session.worth import most_extra_seconds, worth
 from lightning_memopt.solvers import planner
 from lightning_memopt.units import format_nbytes
@@ -39,7 +39,7 @@ class Solved(NamedTuple):
     above: str | None
 
 
-def solved(graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: Say, machine: Machine) -> Solved:
+def plan_for(graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: Say, machine: Machine) -> Solved:
     """Solve for a graph on a machine, and choose its plan. Raises InfeasibleError as `chosen` does."""
     frontier = frontier_of(graph, offloading, say, machine, limit_nbytes)
     plan, above = chosen(frontier, graph, limit_nbytes, offloading.config, say)
@@ -66,7 +66,7 @@ def frontier_of(
             "time in each thread; for smaller budgets set torch.backends.cudnn.benchmark = False before the first step"
         )
     spoil_open_meters()
-    return offloading.frontier(
+    return offloading.widened(
         planner.solve(
             graph,
             replace(machine, overhead=costs.overhead(graph, offloading.device)),
