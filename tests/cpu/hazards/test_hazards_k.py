@@ -29,7 +29,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = small()
     with optimize(model, optimizer := sgd(model), budget="min", **QUIET) as run:
         train(model, optimizer, batches(2))
-        run.session.save_plan(path)  # type: ignore[arg-type]
+        run.save_plan(path)  # type: ignore[arg-type]
     return path
 
 
@@ -119,7 +119,7 @@ def test_k7_empty_plan_of_another_model(tmp_path: Path) -> None:
     model = small()
     with optimize(model, o := sgd(model), budget="auto", **QUIET) as run:
         train(model, o, batches(2))
-        run.session.save_plan(tmp_path / "keep.json")  # type: ignore[arg-type]
+        run.save_plan(tmp_path / "keep.json")  # type: ignore[arg-type]
     model = small(depth=2)
     with pytest.raises(PlanMismatchError), optimize(model, o, budget="auto", plan=tmp_path / "keep.json", **QUIET):
         loss_of(model, batches(1)[0])

@@ -53,7 +53,7 @@ def test_m9_p21_resumed_after_a_kill(checkpoints: dict[str, Path]) -> None:
                 assert seen == {step: loss for step, loss in losses.items() if step >= first}
                 if kind != "plain":
                     planned = state_of(session_of(trainer))
-                    assert isinstance(planned, Running) and planned.plan.predicted.rebuilt_ops > 0 and planned.steps
+                    assert isinstance(planned, Running) and planned.plan.predicted.rebuilt_ops > 0 and planned.peaks.steps
 
 
 @pytest.mark.long

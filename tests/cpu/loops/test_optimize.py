@@ -264,7 +264,7 @@ def test_plan_file(tmp_path: Any) -> None:
     model = small()
     with optimize(model, optimizer := sgd(model), budget="min", **QUIET) as run:
         train(model, optimizer, batches(5))
-        run.session.save_plan(tmp_path / "plan.json")
+        run.save_plan(tmp_path / "plan.json")
         predicted = run.plan.predicted_peak_nbytes  # type: ignore[union-attr]
     expected = state(model)
     model = small()

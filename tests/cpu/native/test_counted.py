@@ -234,7 +234,7 @@ def test_what_no_op_makes_is_predicted(name: str, window: Window) -> None:
 
 def test_a_plan_with_what_no_op_makes_is_written_and_read(window: Window, tmp_path: Path) -> None:
     _, run = trained(checkpointed(), window, "min", loss_of=lambda out: out.square().mean())
-    run.session.save_plan(str(tmp_path / "plan.json"))
+    run.save_plan(str(tmp_path / "plan.json"))
     plan, graph = read_plan(str(tmp_path / "plan.json"))
     assert plan.predicted_peak_nbytes == run.plan.predicted_peak_nbytes  # type: ignore[union-attr]
     assert graph.tensors == graph_of(run).tensors

@@ -147,7 +147,7 @@ KEY = {
     "Python": {"__torch_dispatch__", "pack", "unpack", "unpacked", "__del__", "run"},
     "native": {"numeric_flags"},
     "observed": {"record", "pack", "unpack", "run", "__del__", "evict", "begin", "end", "_death", "metered_cpu", "_verify"},
-    "life": {"solve", "observed", "__enter__", "close", "_install", "watch", "unwatch", "measured", "lower", "checksum"},
+    "life": {"solve", "take_graph", "__enter__", "close", "_install", "watch", "unwatch", "measured", "lower", "checksum"},
 }
 
 

@@ -44,7 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     with optimize(model, optimizer, budget="min", profile_steps=1, verbose=False) as attached:
         for i in range(2):
             process.step(model, optimizer, i)
-        attached.session.save_plan(str(folder / "given.json"))
+        attached.save_plan(str(folder / "given.json"))
     found = {"one": run("memopt", folder, "1"), "open": run("open", folder, "2")}
     found["plain"] = run("plain", folder, "3")
     found["off"] = run("off", folder, "4", MEMOPT_DISABLE="1")

@@ -127,7 +127,7 @@ def test_no_plan_to_save(tmp_path: Path) -> None:
     """Saving a plan before there is one says when there will be."""
     model = small()
     with pytest.raises(ConfigError, match="after the observed steps"), optimize(model, sgd(model), verbose=False) as run:
-        run.session.save_plan(str(tmp_path / "plan.json"))
+        run.save_plan(str(tmp_path / "plan.json"))
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     model = small(depth=2)
     with optimize(model, o := sgd(model), budget="min", verbose=False, profile_steps=1) as run:
         train(model, o, batches(2))
-        run.session.save_plan(str(path))
+        run.save_plan(str(path))
     return path.read_text()
 
 

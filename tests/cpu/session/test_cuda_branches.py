@@ -253,7 +253,7 @@ def test_what_an_allocator_reserves_decides_is_shown_and_is_kept_in_the_file(mon
     assert run.plan.predicted.reserved_nbytes == run.plan.predicted.peak_nbytes + more == run.plan.predicted.needed_nbytes
     assert "reserved at the peak, predicted" in run.report() and "reserved at the peak" not in plain.report()
     path = str(tmp_path / "plan.json")
-    run.session.save_plan(path)
+    run.save_plan(path)
     assert read_plan(path)[0].predicted == run.plan.predicted
     with pytest.raises(InfeasibleError, match="above the budget"):
         with optimize(small(), sgd(small()), budget=run.plan.predicted.peak_nbytes + more // 2, plan=path, verbose=False):

@@ -58,13 +58,13 @@ def use(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     """The graphs of all observed steps."""
     found = list[Graph]()
-    observed = Observing.observed
+    observed = Observing.add
 
     def noted(self: Observing, graph: Graph, *args: object) -> object:
         found.append(graph)
         return observed(self, graph, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Observing, "observed", noted)
+    monkeypatch.setattr(Observing, "add", noted)
     return found
 
 

@@ -190,9 +190,9 @@ def test_a_plan_file_that_rebuilds_is_refused(tmp_path: Path) -> None:
     """By name, before anything runs; one that moves only is taken."""
     rebuilds, moves = tmp_path / "rebuilds.json", tmp_path / "moves.json"
     run, *_ = trained(wide(), budget="min")
-    run.session.save_plan(str(rebuilds))
+    run.save_plan(str(rebuilds))
     run, expected, _ = trained(wide(), budget="min", **AWAY)
-    run.session.save_plan(str(moves))
+    run.save_plan(str(moves))
     with pytest.raises(ConfigError, match="recompute=False allows none"):
         trained(wide(), plan=rebuilds, recompute=False)
     run, ended, _ = trained(wide(), plan=moves, **AWAY)
