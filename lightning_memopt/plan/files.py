@@ -173,30 +173,38 @@ def _plan(fields: Fields, graph: Graph, schema: int) -> Plan:
     )
 
 
-def _lives(fields: Fields, graph: Graph) -> tuple[Life, ...]:
-    columns, n = fields.inner("lives", _LIFE), len(graph.points)
-    tensors = columns.ints("tensor", None, 0, len(graph.tensors) - 1)
-    born = columns.ints("born_at", len(tensors), BEFORE, n - 1)
-    freed = columns.ints("freed_at", len(tensors), 0, n - 1)
+def _read_lives(columns: Fields, last_tensor: int = MOST, last_point: int = MOST) -> tuple[Life, ...]:
+    """The lives of a table, each of which ends after it begins."""
+    tensors = columns.ints("tensor", None, 0, last_tensor)
+    born = columns.ints("born_at", len(tensors), BEFORE, last_point)
+    freed = columns.ints("freed_at", len(tensors), 0, last_point)
     hows = columns.chosen("how", len(tensors), _HOWS)
     form_names = columns.strings("forms")
     forms = [form_names[i] for i in columns.ints("form", len(tensors), 0, len(form_names) - 1)]
     parked = columns.ints("parked_nbytes", len(tensors), 0, MOST)
-    for i, (tensor, born_at, freed_at, how) in enumerate(zip(tensors, born, freed, hows, strict=True)):
+    for i, (born_at, freed_at) in enumerate(zip(born, freed, strict=True)):
         if freed_at < born_at:
             columns.refuse("freed_at", i, f"{freed_at} is before the birth, at {born_at}")
-        if i and tensor < tensors[i - 1]:
-            columns.refuse("tensor", i, f"{tensor} after {tensors[i - 1]}; lives are sorted by tensor, then by birth")
-        if i and tensor == tensors[i - 1] and born_at <= freed[i - 1]:
-            columns.refuse("born_at", i, f"{born_at}, but the life of tensor {tensor} before it ends at {freed[i - 1]}")
-        if how != "original" and (born_at == BEFORE or graph.points[born_at].kind != "unpack"):
-            columns.refuse("born_at", i, f"{born_at}: a {how} begins at an unpack, which this point is not")
-        if how == "original" and born_at != graph.tensors[tensor].born_at:
-            columns.refuse("born_at", i, f"{born_at}, but tensor {tensor} is made at {graph.tensors[tensor].born_at}")
     return tuple(
         Life(tensor=tensor, born_at=born_at, freed_at=freed_at, how=how, form=form, parked_nbytes=nbytes)
         for tensor, born_at, freed_at, how, form, nbytes in zip(tensors, born, freed, hows, forms, parked, strict=True)
     )
+
+
+def _lives(fields: Fields, graph: Graph) -> tuple[Life, ...]:
+    columns = fields.inner("lives", _LIFE)
+    lives = _read_lives(columns, len(graph.tensors) - 1, len(graph.points) - 1)
+    for i, life in enumerate(lives):
+        tensor, born_at, before = life.tensor, life.born_at, lives[i - 1] if i else None
+        if before is not None and tensor < before.tensor:
+            columns.refuse("tensor", i, f"{tensor} after {before.tensor}; lives are sorted by tensor, then by birth")
+        if before is not None and tensor == before.tensor and born_at <= before.freed_at:
+            columns.refuse("born_at", i, f"{born_at}, but the life of tensor {tensor} before it ends at {before.freed_at}")
+        if life.how != "original" and (born_at == BEFORE or graph.points[born_at].kind != "unpack"):
+            columns.refuse("born_at", i, f"{born_at}: a {life.how} begins at an unpack, which this point is not")
+        if life.how == "original" and born_at != graph.tensors[tensor].born_at:
+            columns.refuse("born_at", i, f"{born_at}, but tensor {tensor} is made at {graph.tensors[tensor].born_at}")
+    return lives
 
 
 def _regions(fields: Fields) -> Iterator[RegionPlan]:
@@ -217,19 +225,11 @@ def _regions(fields: Fields) -> Iterator[RegionPlan]:
 
 def _region_lives(region: Fields) -> tuple[Life, ...]:
     columns = region.inner("lives", _LIFE)
-    tensors = columns.ints("tensor", None)
-    born = columns.ints("born_at", len(tensors), BEFORE)
-    freed = columns.ints("freed_at", len(tensors))
-    hows = columns.chosen("how", len(tensors), _HOWS)
-    for i, (born_at, freed_at, how) in enumerate(zip(born, freed, hows, strict=True)):
-        if freed_at < born_at:
-            columns.refuse("freed_at", i, f"{freed_at} is before the birth, at {born_at}")
-        if how == "fetch":
+    lives = _read_lives(columns)
+    for i, life in enumerate(lives):
+        if life.how == "fetch":
             columns.refuse("how", i, "a compiled region parks nothing")
-    return tuple(
-        Life(tensor=tensor, born_at=born_at, freed_at=freed_at, how=how)
-        for tensor, born_at, freed_at, how in zip(tensors, born, freed, hows, strict=True)
-    )
+    return lives
 
 
 def _addresses(fields: Fields) -> Addresses:

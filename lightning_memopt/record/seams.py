@@ -71,18 +71,9 @@ class Seams(Generic[L]):
         if stays:
             at_drops(self._sweep)
 
-    @contextlib.contextmanager
-    def listening(self, listener: L) -> Iterator[None]:
+    def listening(self, listener: L) -> contextlib.AbstractContextManager[None]:
         """Within, `listener` is one of the listeners."""
-        try:
-            self.enter(listener)
-            yield
-        finally:
-            try:
-                self.leave(listener)
-            except BaseException:  # an interrupt
-                self.leave(listener)
-                raise
+        return listening_to([(self, listener)])
 
     def enter(self, listener: L) -> None:
         """Add a listener. Call `leave` even if this is interrupted."""

@@ -31,7 +31,7 @@ UNSEEN_NBYTES = 4096
 
 
 _TRIES = 4
-"""So many limits are tried where a step reserves more than it allocates."""
+"""Maximum number of limits to try where a step reserves more than it allocates."""
 
 
 @dataclass(frozen=True, eq=False)

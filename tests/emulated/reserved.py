@@ -168,7 +168,7 @@ def rows(model: str, update: str, shares: tuple[float, ...]) -> Iterator[tuple[f
 
 
 def keep(share: float, row: Row) -> None:
-    """Write a row into the file of results, in the place of one of the same model, update, allocator and budget."""
+    """Write a row into the file of results. It replaces one of the same model, update, allocator and budget."""
     path = RESULTS / "reserved.json"
     results = json.loads(path.read_text()) if path.exists() else {"rows": {}}
     results["models"] = list(MODELS)

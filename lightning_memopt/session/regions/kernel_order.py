@@ -33,17 +33,22 @@ class KernelOrder:
         if found.gap > _WORTH:
             found = order(problem, self._seconds)
         self.orders.append(found)
-        return found.sequence if found.peak_nbytes < (1 - _WORTH) * found.given_nbytes else None
+        return found.sequence if _is_worth(found) else None
 
     @property
     def said(self) -> str:
         """What came of it, for the report; empty where Inductor's order was never the worse one."""
-        better = [found for found in self.orders if found.peak_nbytes < (1 - _WORTH) * found.given_nbytes]
+        better = list(filter(_is_worth, self.orders))
         if not better:
             return ""
         most = max(found.given_nbytes - found.peak_nbytes for found in better)
         graphs = f"{len(better)} of {len(self.orders)} graphs"
         return f"; kernels of {graphs} run in another order than Inductor's ({format_nbytes(most)} less at most)"
+
+
+def _is_worth(found: Order) -> bool:
+    """Whether the order is executed."""
+    return found.peak_nbytes < (1 - _WORTH) * found.given_nbytes
 
 
 def problem_of(kernels: Kernels) -> Problem:

@@ -9,7 +9,7 @@ from ortools.sat.python import cp_model
 from lightning_memopt.solvers.recompute.mincut import HoldOrRebuild
 
 _UNITS = 1 << 40
-"""The seconds of all ops are so many units, rounded down."""
+"""Number of units that stand for the seconds of all ops; each op's are rounded down."""
 _FLOATS = 1 - 1e-9
 """As in `mincut`."""
 _EFFORT = 0.5

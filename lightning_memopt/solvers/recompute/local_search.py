@@ -22,7 +22,7 @@ from lightning_memopt.plan import Life, LoweringError, simulate
 from lightning_memopt.solvers.recompute.draft import Change, Draft, Lives
 
 _FEW, _MANY = 12, 40
-"""So many of the largest tensors at a peak are looked at; by a wide walk, so many."""
+"""Number of the largest tensors at a peak that a walk tries to drop, and that a wide walk does."""
 _STARTS, _STRIDE = 12, 3
 """A search begins at so many plans above the limit: every third one first."""
 _LOOSER = 1.05, 1.1, 1.2, 1.4
@@ -34,7 +34,7 @@ _WORK, _LEAST = 250_000, 20
 depend on how busy the machine is.
 """
 _WIDER = 30
-"""Wide walks make so many times as many plans."""
+"""Wide walks may make this many times the number of plans."""
 _POINTS_PER_SECOND = 60_000
 """For about so many points a search makes plans in a second."""
 _WATCHED = 5_000
