@@ -18,6 +18,8 @@ WINDOWED = 3
 """The schema of a graph with windowed tensors: it has one more field, `windows`."""
 UPDATED = 4
 """The schema of a graph with parameters that may be updated early: it has `windows`, `updates` and `usual_nbytes`, too."""
+UNREBUILT = 5
+"""The schema of a graph with ops that do not make all of their outputs again: it has `unrebuilt`, too."""
 
 _GRAPH = ("schema", "device", "step_seconds", "texts", "points", "ops", "tensors", "saves")
 _OP = (
@@ -27,7 +29,8 @@ _OP = (
 _FLAGS = {"0": "no", "1": "yes"}
 _TENSOR = ("name", "nbytes", "kind", "storage", "born_at", "freed_at", "dtype", "size")
 _UPDATE = ("parameter", "at", "nbytes", "since", "until", "beside_nbytes")
-_MORE = {SCHEMA: (), WINDOWED: ("windows",), UPDATED: ("windows", "updates", "usual_nbytes")}
+_UPDATED = ("windows", "updates", "usual_nbytes")
+_MORE = {SCHEMA: (), WINDOWED: ("windows",), UPDATED: _UPDATED, UNREBUILT: (*_UPDATED, "unrebuilt")}
 _PHASES = letters(get_args(Phase))
 _KINDS = letters(get_args(Kind))
 _POINTS = letters(get_args(PointKind))
@@ -80,9 +83,10 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
         },
     }
     windows = [[t.id, first, last] for t in tensors for first, last in t.windows]
-    schema = UPDATED if graph.updates else WINDOWED if windows else SCHEMA
+    unrebuilt = [[o.id, t] for o in ops for t in o.unrebuilt]
+    schema = UNREBUILT if unrebuilt else UPDATED if graph.updates else WINDOWED if windows else SCHEMA
     updates = {name: [getattr(u, name) for u in graph.updates] for name in _UPDATE}
-    more = {"windows": windows, "updates": updates, "usual_nbytes": graph.usual_nbytes}
+    more = {"windows": windows, "updates": updates, "usual_nbytes": graph.usual_nbytes, "unrebuilt": unrebuilt}
     columns |= {name: more[name] for name in _MORE[schema]}
     head = {"schema": schema, "device": graph.device, "step_seconds": graph.step_seconds, "texts": list(texts)}
     return head | columns
@@ -104,6 +108,7 @@ def graph_from_json(obj: object) -> Graph:
             ops.refuse("mutates", i, f"{list(entry)} is not [op, tensor overwritten, tensor made]")
         mutates.setdefault(entry[0], []).append((entry[1], entry[2]))
     windows = _windows(top, n_tensors, n_points) if "windows" in more else {}
+    unrebuilt = _unrebuilt(top, n_ops, n_tensors) if "unrebuilt" in more else {}
     graph = Graph(
         points=tuple(
             map(
@@ -129,6 +134,7 @@ def graph_from_json(obj: object) -> Graph:
                 recomputable=recomputable == "yes",
                 state_nbytes=state,
                 at=at,
+                unrebuilt=tuple(unrebuilt.get(i, ())),
             )
             for i, (
                 name,
@@ -225,6 +231,16 @@ def _windows(top: Fields, n_tensors: int, n_points: int) -> dict[int, list[tuple
     return windows
 
 
+def _unrebuilt(top: Fields, n_ops: int, n_tensors: int) -> dict[int, list[int]]:
+    """Op -> those of its outputs that it does not make again, from rows `[op, tensor]`."""
+    unrebuilt: dict[int, list[int]] = {}
+    for i, row in enumerate(top.lists("unrebuilt", None, 0, max(n_ops, n_tensors) - 1)):
+        if len(row) != 2 or row[0] >= n_ops or row[1] >= n_tensors:
+            top.refuse("unrebuilt", i, f"{list(row)} is not [op, tensor that it does not make again]")
+        unrebuilt.setdefault(row[0], []).append(row[1])
+    return unrebuilt
+
+
 def _updates(top: Fields, n_tensors: int, n_points: int) -> tuple[EarlyUpdate, ...]:
     """The early updates: each of another parameter, their points rising."""
     columns, n = top.table("updates", _UPDATE, "parameter")
@@ -294,6 +310,8 @@ def _check_ops(graph: Graph, fields: Fields) -> None:
             if graph.tensors[t].born_at != op.at:
                 fields.refuse("outputs", op.id, f"tensor {t} is born at {graph.tensors[t].born_at}, not at {op.at}")
             made[t] = True
+        if not set(op.unrebuilt) <= set(op.outputs):
+            fields.refuse("outputs", op.id, f"{list(op.unrebuilt)} are not all made by the op, which does not make them again")
         for old, new in op.mutates:
             if old not in op.inputs or new not in op.outputs:
                 fields.refuse("mutates", op.id, f"{old} is no input, or {new} no output of the op")

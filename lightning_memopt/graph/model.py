@@ -105,6 +105,8 @@ class Op:
     recomputable: whether running it again on the same inputs gives the same bits.
     state_nbytes: bytes of other state that running it again needs (of a random generator).
     at: index of its point in `Graph.points`.
+    unrebuilt: outputs that running it again does not make, because its kernel does not write all of their bytes. A second run
+        allocates them, and they are freed when it is over.
     """
 
     id: int
@@ -121,6 +123,7 @@ class Op:
     recomputable: bool = False
     state_nbytes: int = 0
     at: int = 0
+    unrebuilt: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +218,11 @@ class Graph:
         return {t: op for op in self.ops for t in op.outputs}
 
     @cached_property
+    def rebuilders(self) -> dict[int, Op]:
+        """Tensor id -> the op that makes it again when it runs again. Tensors that no op makes again are not in it."""
+        return {t: op for op in self.ops if op.recomputable for t in op.outputs if t not in op.unrebuilt}
+
+    @cached_property
     def consumers(self) -> dict[int, tuple[Op, ...]]:
         """Tensor id -> the ops that read it, in order."""
         readers: dict[int, list[Op]] = {}
@@ -248,8 +256,8 @@ class Graph:
 
     @cached_property
     def anchors(self) -> frozenset[int]:
-        """Outputs of forward ops that must not run again: rebuilds may start from them, but cannot make them."""
-        return frozenset(t for op in self.forward if not op.recomputable for t in op.outputs)
+        """Outputs of forward ops that no second run makes: rebuilds may start from them, but cannot make them."""
+        return frozenset(t for op in self.forward for t in op.outputs if t not in self.rebuilders)
 
     @cached_property
     def forward(self) -> tuple[Op, ...]:

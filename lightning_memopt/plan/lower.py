@@ -112,8 +112,8 @@ def segment(graph: Graph, point: int, births: Iterable[int], resident: Residency
     seen = set(targets)
     while wanted:
         tensor = wanted.pop()
-        op = graph.producers.get(tensor)
-        if op is None or not op.recomputable:
+        op = graph.rebuilders.get(tensor)
+        if op is None:
             name = graph.tensors[tensor].name
             raise LoweringError(
                 f"tensor {tensor} ({name}) is needed at point {point} but is not in memory and no op can make it"
@@ -140,7 +140,8 @@ def segment(graph: Graph, point: int, births: Iterable[int], resident: Residency
             if t in seen and t not in targets and last_use[t] == i and (t not in overwritten or t in clones):
                 steps.append(Free(t))
         for out in op.outputs:
-            # a second copy of a tensor that is in memory already, or an output that no op of the segment reads
+            # a second copy of a tensor that is in memory already, an output that no op of the segment reads, or one that the
+            # op does not make again
             if out not in targets and (last_use.get(out, -1) <= i or resident(out, point)):
                 steps.append(Free(out))
     return tuple(steps)

@@ -7,7 +7,8 @@ count of its own.
 1. A tensor may be read where an *instance* of it is live: made by the user's forward and held, or made by a Rebuild. A tensor
    from before the step may be read until the step frees or overwrites it, and only in its windows where it has any. A tensor
    that only user code holds may not.
-2. A Rebuild reads its inputs and makes its outputs. It overwrites a copy (`clones`) or the instance itself, which is then gone.
+2. A Rebuild reads its inputs and makes its outputs; those that the op does not make again are good for nothing. It
+   overwrites a copy (`clones`) or the instance itself, which is then gone.
 3. Autograd reads one instance from the unpack to the release; nothing may free or overwrite it in between.
 4. After a segment, and after the frees of a point, exactly the lives that cover the point are live, once each.
 5. A fetched tensor was parked before, in one form for all its lives, from an instance that the plan held and that nothing
@@ -69,6 +70,7 @@ def validate(graph: Graph, lives: Iterable[Life], schedule: Schedule, updates: t
 def _malformed(graph: Graph, lives: tuple[Life, ...], schedule: Schedule) -> Iterator[str]:
     """Ids out of range, and intervals that are none or that overlap."""
     n, tensors, ops = len(graph.points), range(len(graph.tensors)), range(len(graph.ops))
+    unrebuilt = {t for op in graph.ops for t in op.unrebuilt}
     before: dict[int, Life] = {}
     for i, life in enumerate(lives):
         if life.tensor not in tensors or not BEFORE <= life.born_at <= life.freed_at < n:
@@ -80,6 +82,8 @@ def _malformed(graph: Graph, lives: tuple[Life, ...], schedule: Schedule) -> Ite
                 f"life {i} of tensor {life.tensor} begins at point {life.born_at}, "
                 f"but the one before it ends at {last.freed_at}: lives of a tensor are disjoint and sorted"
             )
+        if life.how == "rebuild" and life.tensor in unrebuilt:
+            yield f"life {i}: tensor {life.tensor} is rebuilt, but no op makes it again"
         if life.how == "fetch" and (last is None or last.how == "rebuild" or not is_form(life.form) or life.parked_nbytes < 0):
             yield f"life {i}: tensor {life.tensor} is fetched, but no life before it was parked in a form {life.form!r}"
         if (life.how == "fetch") != bool(life.form) or (life.how == "fetch" and schedule.parked.get(life.tensor) != life.form):
@@ -299,7 +303,7 @@ class _Ledger:
             self.problem(f"{name} copies what it does not overwrite")
         consumed = [old for old, _ in op.mutates if old not in clones]
         for t in op.outputs:
-            self.add(t, _Instance(user=False))
+            self.add(t, _Instance(user=False, exact=t not in op.unrebuilt))
         for old in consumed:  # the same bytes: what is made takes their place
             if not self.live.get(old):
                 self.problem(f"{name} overwrites {self.called(old)}, which is not the plan's to overwrite")

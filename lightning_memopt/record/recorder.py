@@ -384,9 +384,11 @@ class Recorder(Outside):
                 continue  # an earlier result is on the same storage
             version = self._new(t, origin)
             version.index = index
-            if call is not None:
+            if call is not None and index < rule.makes:
                 version.call = call
                 call.made = (*call.made, (index, version.id))
+            elif call is not None:
+                version.why = "its kernel does not write all of it"
             else:
                 version.why = rule.why or "made from bytes that cannot be rebuilt"
             self.holdings.made(version, startable and record.remakes(version))

@@ -77,7 +77,8 @@ def tensors(plan: Plan, graph: Graph) -> str:
         )
         text = "; ".join(lives) or "never read"
         if t.id in graph.anchors:
-            text += f" (kept: {operator(op.name)} is not run again)"
+            again = "does not write all of it again" if op.recomputable else "is not run again"
+            text += f" (kept: {operator(op.name)} {again})"
         table.add_row(str(t.id), operator(op.name), op.scope or "-", format_nbytes(t.nbytes), text)
     return render(table, WIDTH)
 

@@ -69,6 +69,8 @@ def _fate(graph: Graph, t: Tensor, op: Op, lives: tuple[Life, ...], any_recomput
         return "kept", "no op of this step runs again"
     if not op.recomputable:
         return "kept", f"{operator(op.name)} is not run again"
+    if t.id in op.unrebuilt:
+        return "kept", f"{operator(op.name)} does not write all of it again"
     if t.freed_at > graph.backward_begins:
         return "kept", "the user holds it anyway"
     if start:

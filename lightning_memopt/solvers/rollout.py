@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 
-from lightning_memopt.graph import BEFORE, Graph, Save, requests_of
+from lightning_memopt.graph import BEFORE, Graph, Op, Save, requests_of
 from lightning_memopt.plan import Life
 
 _PASSES = 6
@@ -50,11 +50,12 @@ class Rollout:
         stack = [t for t in wanted if not self.available(t, have)]
         ops: set[int] = set()
         while stack:
-            op = graph.producers[stack.pop()]
+            tensor = stack.pop()
+            op = graph.producers[tensor]
+            if tensor not in graph.rebuilders:
+                raise ValueError(f"op {op.id} ({op.name}) does not make tensor {tensor} again, but it is not held")
             if op.id in ops:
                 continue
-            if not op.recomputable:
-                raise ValueError(f"op {op.id} ({op.name}) cannot run again, but its result is not held")
             ops.add(op.id)
             stack.extend(t for t in op.inputs if not self.available(t, have))
         return sorted(ops)
@@ -83,11 +84,11 @@ class Rollout:
             ops = self.closure([tensor], have)
             self.run(point, ops)
             for op in ops:
-                have.update(self.graph.ops[op].outputs)
+                have.update(rebuilt_by(self.graph.ops[op]))
                 have.difference_update(old for old, _ in self.graph.ops[op].mutates)
             left -= len(ops)
             if horizon is not None and left > 0:
-                for t in {t for op in ops for t in self.graph.ops[op].outputs}:
+                for t in {t for op in ops for t in rebuilt_by(self.graph.ops[op])}:
                     asked = requests.get(t, ())
                     at = bisect_left(asked, point)
                     if at == len(asked) or asked[at] > point + horizon:
@@ -115,7 +116,7 @@ class Rollout:
                         instance.last_use = until
                     if not instance.rebuilt or instance.born_at != point:
                         instance.outside = True
-                for t in op.outputs:
+                for t in rebuilt_by(op):
                     instance = current.get(t)
                     if instance is not None and instance.born_at < point <= instance.last_use:
                         continue  # the old instance goes on; the second copy is freed
@@ -154,6 +155,11 @@ class Rollout:
 _place = attrgetter("tensor", "born_at")
 
 
+def rebuilt_by(op: Op) -> tuple[int, ...]:
+    """The outputs that the op makes again when it runs again."""
+    return tuple(t for t in op.outputs if t not in op.unrebuilt) if op.unrebuilt else op.outputs
+
+
 def unrepeatable(graph: Graph) -> frozenset[int]:
     """Tensors that no op can make again.
 
@@ -165,7 +171,7 @@ def unrepeatable(graph: Graph) -> frozenset[int]:
         if any(t in lasting and t in graph.overwritten for t in op.inputs):
             lasting.update(op.outputs)
     saved = {s.tensor for s in graph.saves if s.tensor in graph.producers}
-    return frozenset(lasting | {t for t in saved if not graph.producers[t].recomputable})
+    return frozenset(lasting | saved.difference(graph.rebuilders))
 
 
 @lru_cache(maxsize=4)

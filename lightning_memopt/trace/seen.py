@@ -72,6 +72,7 @@ class SeenOp:
     recomputable: bool
     state_nbytes: int
     at: int
+    unrebuilt: tuple[int, ...] = ()
 
     def fields(self, id: int, ids: Mapping[int, int], seconds: float, recomputable: bool) -> tuple[Any, ...]:
         """The fields of the graph's op, with its ids."""
@@ -79,6 +80,7 @@ class SeenOp:
             id, self.name, self.phase, tuple(map(ids.__getitem__, self.inputs)), tuple(map(ids.__getitem__, self.outputs)),
             tuple([(ids[a], ids[b]) for a, b in self.mutates]) if self.mutates else (), seconds, self.workspace_nbytes,
             self.flops, self.scope, self.heavy, recomputable, self.state_nbytes, self.at,
+            tuple(map(ids.__getitem__, self.unrebuilt)),
         )  # fmt: skip
 
 

@@ -177,7 +177,8 @@ class Tracer:
         self.states_nbytes += state_nbytes
         heavy, recomputable = rule.heavy and flops > 0, record.recomputable and forward
         of_op = name, phase, inputs, outputs, written, self._seconds, workspace, flops, scope, heavy, recomputable, state_nbytes
-        self.ops.append(self._op(*of_op, now))
+        unrebuilt = tuple([version.id for version, _ in made if version.index >= rule.makes])
+        self.ops.append(self._op(*of_op, now, unrebuilt))
         if self.ledger is not None:
             self.ledger.ran(now)
 

@@ -37,11 +37,13 @@ class Step:
         seconds: float = 1.0,
         workspace: int = 0,
         recomputable: bool = True,
+        unrebuilt: int = 0,
         state: int = 0,
         scope: str = "",
         flops: int = 0,
     ) -> tuple[int, ...]:
-        """Add a forward op; `makes` are sizes of new storages, `mutates` inputs of which it makes a new version.
+        """Add a forward op; `makes` are sizes of new storages, of which a second run does not make the last `unrebuilt`.
+        `mutates` are inputs of which it makes a new version.
 
         Its outputs, the new versions last. `saves` are tensors that its node packs; `"out"` is its first output.
         """
@@ -62,6 +64,7 @@ class Step:
                 seconds=seconds,
                 workspace_nbytes=workspace,
                 recomputable=recomputable,
+                unrebuilt=tuple(outputs[len(makes) - unrebuilt : len(makes)]),
                 state_nbytes=state,
                 scope=scope,
                 flops=flops,
@@ -141,6 +144,7 @@ def random_step(rng: random.Random, n_ops: int = 12, *, mutation: bool = True, a
         mutates = changeable[:1] if mutation and changeable and rng.random() < 0.3 else []
         sizes = [rng.randint(1, 64) for _ in range(rng.choice((0, 1) if mutates else (1, 1, 1, 2)))]
         recomputable = all_recomputable or rng.random() < 0.93
+        unrebuilt = int(len(sizes) == 2 and not all_recomputable and rng.random() < 0.5)
         outputs = step.op(
             *inputs,
             makes=sizes,
@@ -148,6 +152,7 @@ def random_step(rng: random.Random, n_ops: int = 12, *, mutation: bool = True, a
             seconds=rng.randint(0, 20) / 8,
             workspace=rng.choice((0, 0, 5, 30)),
             recomputable=recomputable,
+            unrebuilt=unrebuilt,
             state=rng.choice((0, 0, 0, 7)),
             flops=rng.randint(0, 3),
         )
@@ -156,6 +161,7 @@ def random_step(rng: random.Random, n_ops: int = 12, *, mutation: bool = True, a
         step.saves += [(len(step.ops) - 1, t) for t in packs]
         saved.update(packs)
         saved.update(t for t in outputs if not recomputable)  # an anchor must be there to be held
+        saved.update(step.ops[-1]["unrebuilt"])
     if not step.saves:
         step.saves.append((len(step.ops) - 1, usable[-1]))
     return step.build(gradient=rng.randint(0, 40), rng=rng)

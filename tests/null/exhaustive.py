@@ -29,13 +29,15 @@ def random_small_step(rng: random.Random, most: int = 5) -> Graph:
         inputs = rng.sample(usable[-3:], min(len(usable), rng.choice((1, 1, 2))))
         mutates = [t for t in inputs if t != 0 and t not in saved and rng.random() < 0.4][:1]
         recomputable = rng.random() < 0.9
+        makes = [] if mutates else [rng.randint(1, 12) for _ in range(rng.choice((1, 1, 1, 2)))]
         outputs = step.op(
             *inputs,
-            makes=[] if mutates else [rng.randint(1, 12) for _ in range(rng.choice((1, 1, 1, 2)))],
+            makes=makes,
             mutates=mutates,
             seconds=rng.choice((0.0, 1.0, 1.0, rng.randint(1, 16) / 8)),
             workspace=rng.choice((0, 0, 0, 3)),
             recomputable=recomputable,
+            unrebuilt=int(len(makes) == 2 and rng.random() < 0.5),
             state=rng.choice((0, 0, 0, 0, 0, 1)),
         )
         usable = [t for t in usable if t not in mutates] + list(outputs)
@@ -43,6 +45,7 @@ def random_small_step(rng: random.Random, most: int = 5) -> Graph:
         step.saves += [(len(step.ops) - 1, t) for t in packs]
         saved.update(packs)
         saved.update(t for t in outputs if not recomputable)  # autograd refuses what is changed; an anchor must stay
+        saved.update(step.ops[-1]["unrebuilt"])
     if not step.saves:
         step.saves.append((len(step.ops) - 1, usable[-1]))
     graph = step.build(gradient=rng.randint(0, 3), twice=rng.random() < 0.15, rng=rng)
@@ -86,6 +89,7 @@ def then(first: Graph, second: Graph) -> Graph:
             outputs=tuple(i + t for i in op.outputs),
             mutates=tuple((a + t, b + t) for a, b in op.mutates),
             recomputable=False,
+            unrebuilt=(),
             at=op.at + at,
         )
         for op in second.ops
@@ -258,7 +262,7 @@ class Search:
                     if most is not None and most <= self.most:
                         stays.setdefault(kept, []).extend(Way(max(w.peak, most), w.seconds, kept, 0, w) for w in ways)
             front = {}
-            makes = self.bits(t for t in self.tensors if tensors[t].freed_at < point and self.graph.producers[t].recomputable)
+            makes = self.bits(t for t in self.tensors if tensors[t].freed_at < point and t in self.graph.rebuilders)
             for kept, ways in stays.items():
                 ways = best(ways)
                 for born in subsets(makes & ~kept):

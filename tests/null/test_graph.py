@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 
@@ -63,6 +64,27 @@ def test_what_was_packed_is_the_version_of_that_moment() -> None:
     step.saves = [(1, c), (2, c), (3, c)]  # before op 1 ran, before op 2 did, and what op 2 made
     graph = step.build(gradient=0)
     assert [graph.packed(save) for save in graph.saves] == [a, b, c]
+
+
+def attention() -> Graph:
+    """w (8) -> a (100) and its logarithms (20), which no second run makes; both are saved, and so is what is made of a (10)."""
+    step = Step()
+    a, logarithms = step.op(step.given(8), makes=(100, 20), unrebuilt=1)
+    step.op(a, makes=(10,), saves=("out",))
+    step.saves += [(0, a), (0, logarithms)]
+    return step.build(gradient=0)
+
+
+def test_what_an_op_does_not_make_again() -> None:
+    graph = attention()
+    assert graph.anchors == {2} and list(graph.rebuilders) == [1, 3]
+    assert graph_to_json(two_ops())["schema"] == 2
+    obj = graph_to_json(graph)
+    assert obj["schema"] == 5 and obj["unrebuilt"] == [[0, 2]]
+    assert graph_from_json(json.loads(json.dumps(obj))).ops == graph.ops
+    for wrong in ([[0]], [[9, 2]], [[0, 99]], [[1, 2]], [[0, 0]]):
+        with pytest.raises(PlanFileError, match="unrebuilt|does not make them again"):
+            graph_from_json(obj | {"unrebuilt": wrong})
 
 
 def test_what_reads_and_makes_a_tensor() -> None:

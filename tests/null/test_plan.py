@@ -126,6 +126,30 @@ def test_a_tensor_lives_several_times() -> None:
     assert segments(graph, lives) == [(Rebuild(0), Rebuild(1), Free(a)), (Rebuild(0),), (Rebuild(0),)]
 
 
+def test_a_second_run_allocates_what_it_does_not_make_again() -> None:
+    """a (100) is rebuilt; its logarithms (20) are held, and there twice while the op runs again."""
+    step = Step()
+    a, logarithms = step.op(step.given(8), makes=(100, 20), unrebuilt=1, workspace=5)
+    step.op(a, makes=(1,))
+    step.saves = [(0, a), (0, logarithms)]
+    graph = step.build(gradient=0)
+    asked = next(p for p, save in graph.requests if save.tensor == a)
+    roll = Rollout(graph)
+    with pytest.raises(ValueError, match=f"does not make tensor {logarithms} again"):
+        roll.closure([logarithms], set())
+    roll.serve([(asked, a)], set())
+    lives = roll.lives()
+    assert [(life.tensor, life.how) for life in lives] == [(a, "rebuild"), (logarithms, "original")]
+    schedule = lower(graph, lives)
+    assert schedule.segments == {asked: (Rebuild(0), Free(logarithms))}
+    timeline = simulate(graph, lives, schedule)
+    assert timeline.nbytes[asked] == 8 + 20 + 100 + 20 + 5
+    report = validate(graph, lives, schedule)
+    assert report.ok and report.peak_nbytes == timeline.predicted.peak_nbytes
+    unfreed = replace(schedule, segments={asked: (Rebuild(0),)})
+    assert any("is in memory 2 times" in problem for problem in validate(graph, lives, unfreed).problems)
+
+
 @pytest.mark.parametrize("recomputable", [True, False])
 def test_what_no_op_makes_again_stays_until_all_saves_of_it_are_released(recomputable: bool) -> None:
     """Backward asked for one save of it, and never for the other, which autograd holds longer. In a later step it may ask."""
@@ -172,7 +196,7 @@ def test_lives_that_cannot_begin_are_refused() -> None:
     (a,) = step.op(w, recomputable=False)
     step.op(a, saves=("out", a))
     graph = step.build()
-    with pytest.raises(ValueError, match="cannot run again"):
+    with pytest.raises(ValueError, match="does not make tensor 1 again"):
         served(graph)
     p = graph.saves[1].unpacked_at[0]
     with pytest.raises(LoweringError, match=f"tensor {a} .* needed at point {p}"):

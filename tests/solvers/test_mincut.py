@@ -33,8 +33,9 @@ def seconds_when(problem: HoldOrRebuild, held: frozenset[int]) -> float | None:
     missing = [t for t in problem.needed if t not in held]
     ops: set[int] = set()
     while missing:
-        op = graph.producers[missing.pop()]
-        if not op.recomputable:
+        tensor = missing.pop()
+        op = graph.producers[tensor]
+        if not op.recomputable or tensor in op.unrebuilt:
             return None
         if op.id not in ops:
             ops.add(op.id)

@@ -265,7 +265,7 @@ def test_joint_is_never_worse() -> None:
 
 def test_a_link_that_takes_forever() -> None:
     """Counts of its seconds do not fit 64 bits: nothing goes away where ops can run again, and else it is waited for."""
-    graph, forever = timed(named(random_step(random.Random(3), 12), random.Random(3))), Link(1e-20)
+    graph, forever = timed(named(random_step(random.Random(5), 12), random.Random(5))), Link(1e-20)
     alone = planner.solve(graph)
     for budget in {c.predicted.peak_nbytes for c in alone.candidates}:
         found = solved(graph, budget, forms_of(graph), forever)
@@ -330,7 +330,7 @@ def test_no_plan_is_below_the_bound() -> None:
 def test_the_bound_of_random_steps() -> None:
     """With recomputation, in-place ops and requests out of order: nothing found is below what any point proves."""
     pairs = above = again = 0
-    for seed in range(8):
+    for seed in range(10):
         rng = random.Random(seed)
         graph = timed(random_step(rng, 12))
         link = Codec(rng.choice((0.2, 1.0, 5.0)), rng.choice((0.2, 1.0)))

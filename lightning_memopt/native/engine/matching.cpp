@@ -209,7 +209,8 @@ void note(
       continue;
     }
     PyObject* const origin = expected.empty ? constants.empty : constants.recorded;
-    const py::object version = version_of(t, {as.tensor, as.index, call, origin, expected.why, reachable}, forward.weak);
+    const py::object version = version_of(
+        t, {as.tensor, as.index, as.again ? call : py::none(), origin, expected.why, reachable && as.again}, forward.weak);
     add(forward, version);
     hold_as_planned(matcher, forward, expected, t, version);
   }
@@ -366,7 +367,7 @@ std::unique_ptr<Template> template_of(PyObject* python, PyObject* args, PyObject
   made->why = py::reinterpret_borrow<py::object>(slots.why.get(python));
   for (const py::handle result : py::reinterpret_borrow<py::tuple>(slots.made.get(python))) {
     const auto fields = py::reinterpret_borrow<py::tuple>(result);
-    made->made.push_back({fields[0].cast<size_t>(), fields[1], fields[2].cast<int64_t>()});
+    made->made.push_back({fields[0].cast<size_t>(), fields[1], fields[2].cast<int64_t>(), fields[3].cast<bool>()});
   }
   const auto mutates = py::reinterpret_borrow<py::tuple>(slots.mutates.get(python));
   if (mutates.size() > 0 && is_true(slots.nested, python)) return nullptr;  // positions are those in a flat list

@@ -17,6 +17,7 @@ struct Template {
     size_t index;            // among the tensors returned
     pybind11::object tensor;  // of the plan
     int64_t nbytes;
+    bool again;  // whether the call makes it again
   };
   struct Written {
     size_t argument;

@@ -169,7 +169,7 @@ class Matcher(Recorder):
     def _named(self, template: Template) -> bool:
         """Whether the op has already run in this step, so that tensors that it makes are on the tape."""
         versions = self.tape.versions
-        return any(id in versions for _, id, _ in template.made) or any(id in versions for _, id in template.mutates)
+        return any(id in versions for _, id, _, _ in template.made) or any(id in versions for _, id in template.mutates)
 
     def _writes_known(self, template: Template, args: tuple) -> bool:
         """Whether the op writes into memory that is on the tape although the plan expects other memory."""
@@ -191,7 +191,7 @@ class Matcher(Recorder):
             outs = (out,) if type(out) is torch.Tensor else tensors_in(out)
             origin = _EMPTY if template.empty else _RECORDED
             reachable = startable and call is not None and not template.empty
-            for index, id, nbytes in template.made:
+            for index, id, nbytes, again in template.made:
                 if template.kwargs is None and not (index < len(outs) and is_plain(outs[index])):
                     self.another_result()
                     continue
@@ -203,11 +203,11 @@ class Matcher(Recorder):
                     continue
                 of_storage[address] = self.tape.versions[id] = version
                 version.index = index
-                version.call = call
+                version.call = call if again else None
                 version.why = template.why
                 holding = version.holding
                 holding.tensor = id
-                holding.reachable = reachable
+                holding.reachable = reachable and again
                 if id in holds:
                     self.holdings.hold(version, t)
         for t in tensors_in(out) if template.unshared else ():

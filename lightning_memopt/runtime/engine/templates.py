@@ -59,7 +59,7 @@ class Template:
     grad: the grad mode.
     call: runs the op again; None if it never runs again.
     random: whether the call needs the generator's state.
-    made: (index among the tensors returned, tensor, bytes) of each result.
+    made: (index among the tensors returned, tensor, bytes, whether the call makes it again) of each result.
     mutates: (position, tensor made) of each tensor that the op writes in place.
     empty: whether the results have no content yet.
     why: why the results cannot be rebuilt.
@@ -78,7 +78,7 @@ class Template:
     grad: bool
     call: Call | None
     random: bool
-    made: tuple[tuple[int, int, int], ...]
+    made: tuple[tuple[int, int, int, bool], ...]
     mutates: tuple[tuple[int, int], ...]
     empty: bool
     why: str
@@ -177,11 +177,11 @@ def start_of(record: OpRecord, tracked: frozenset[int]) -> Template | None:
     if _special(record) or not all(old.id in positions for old, _, _ in record.mutates):
         return None
     mutates = tuple((positions[old.id], new.holding.tensor) for old, new, _ in record.mutates if new.holding.tensor in tracked)
-    made = tuple((v.index, v.holding.tensor, v.nbytes) for v, _ in record.made if v.holding.tensor in tracked)
+    made = tuple((v.index, v.holding.tensor, v.nbytes, False) for v, _ in record.made if v.holding.tensor in tracked)
     return _whatever(record, made, mutates)
 
 
-def _whatever(record: OpRecord, made: tuple[tuple[int, Any, int], ...], mutates: tuple[tuple[int, Any], ...]) -> Template:
+def _whatever(record: OpRecord, made: tuple[tuple[int, Any, int, bool], ...], mutates: tuple[tuple[int, Any], ...]) -> Template:
     """The template of an op that never runs again. Its arguments are not compared."""
     positions = {i for i, _ in mutates}
     template = Template(
@@ -214,7 +214,9 @@ def template_of(record: OpRecord, versions: Versions) -> Template | None:
     rule, call = record.rule, record.call
     if call is None or rule.conjugates or not all(same_constant(v, v) for v in record.kwargs.values()):
         return None
-    new: list[Version] = [version for version, _ in record.made] + [version for _, version, _ in record.mutates]
+    again = {id for _, id in call.made}
+    new: list[Version] = [version for version, _ in record.made if version.id in again]
+    new += [version for _, version, _ in record.mutates]
     if not all(version.holding.reachable or version.empty for version in new):
         return None
     nested = any(type(a) is list and any(type(v) is View for v in a) for a in record.args)
@@ -235,7 +237,7 @@ def template_of(record: OpRecord, versions: Versions) -> Template | None:
                 return None
         named = _named_call(call, versions)
         named.prepared = prepared(named, random=call.rng is not None)
-        made = tuple((v.index, _tensor(v.id, versions), v.nbytes) for v, _ in record.made)
+        made = tuple((v.index, _tensor(v.id, versions), v.nbytes, v.id in again) for v, _ in record.made)
         mutates = tuple(
             (next(i for i, view in tensors if view.version == old.holding.tensor), _tensor(new.id, versions))
             for old, new, _ in record.mutates

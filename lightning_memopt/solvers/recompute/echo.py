@@ -18,7 +18,7 @@ from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.plan import Life, Schedule, Timeline, simulate
 from lightning_memopt.solvers.collector import collector_paused
 from lightning_memopt.solvers.recompute.footprint import Footprint
-from lightning_memopt.solvers.rollout import Rollout, keep_all
+from lightning_memopt.solvers.rollout import Rollout, keep_all, rebuilt_by
 
 _NOTHING_RUNS = Schedule(frozenset(), {}, {}, {})
 
@@ -72,7 +72,7 @@ def sweep(path: Footprint, subgraph: list[int]) -> None:
 def prune(path: Footprint, piece: list[int]) -> None:
     """Keep the results of a piece of the path rather than its inputs if that costs no more bytes."""
     ops = [path.graph.ops[o] for o in piece]
-    features = {t for op in ops for t in op.outputs if t in path.features}
+    features = {t for op in ops for t in rebuilt_by(op) if t in path.features}
     inputs = {t for op in ops for t in path.reads[op.id] if path.holds(t)}
     rebuilt = sum(path.nbytes(t) for t in features)
     held = sum(path.nbytes(t) for t in inputs) + sum(path.rebuild_nbytes(op) for op in ops)
@@ -98,7 +98,7 @@ def recomputation(graph: Graph) -> Footprint:
 def just_in_time(path: Footprint, held: Collection[int] = ()) -> tuple[Life, ...]:
     """Lives that hold `held` and the tensors that the path reads and does not make; ops of the path run when needed."""
     roll = Rollout(path.graph)
-    kept = {t for op in path.graph.ops if op.id not in path.ops for t in op.outputs}.union(held)
+    kept = {t for op in path.graph.ops for t in op.outputs if path.made_by.get(t) not in path.ops}.union(held)
     saved = [s for s in path.graph.saves if path.made_by.get(s.tensor) in path.ops]
     roll.serve(sorted((p, s.tensor) for s in saved for p in s.unpacked_at), kept)
     return roll.lives()

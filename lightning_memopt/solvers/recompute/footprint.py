@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lightning_memopt.graph import BEFORE, Graph, Op
+from lightning_memopt.solvers.rollout import rebuilt_by
 
 _CONE = 64
 """Before a removal is judged, at most so many ops upstream are looked at that nothing needs after it."""
@@ -24,7 +25,8 @@ class Footprint:
         self.graph = graph
         self.ops: set[int] = set()
         self.features = {s.tensor for s in graph.saves if s.unpacked_at}
-        self.made_by = {t: op.id for op in graph.forward for t in op.outputs}
+        self.made_by = {t: op.id for op in graph.forward for t in rebuilt_by(op)}
+        """Without outputs that an op does not make again: they are held whatever the path is, like what was there before."""
         self.readers: dict[int, set[int]] = {}
         self.reads: dict[int, list[int]] = {}
         """What an op of the path reads, without what was there before the step."""
@@ -33,7 +35,7 @@ class Footprint:
         nbytes = sum(self.nbytes(t) for t in self.features if t in self.made_by)
         self._bytes_per_second = nbytes / seconds if seconds else 0.0
         for op in reversed(light_ops(graph, self._last_request)):
-            if any(self.wanted(t) for t in op.outputs):
+            if any(self.wanted(t) for t in rebuilt_by(op)):
                 self.ops.add(op.id)
                 self.reads[op.id] = [t for t in dict.fromkeys(op.inputs) if t in self.made_by]
                 for t in self.reads[op.id]:
@@ -65,7 +67,7 @@ class Footprint:
         gone = set(group)
         stack = list(gone)
         while stack:
-            for t in self.graph.ops[stack.pop()].outputs:
+            for t in rebuilt_by(self.graph.ops[stack.pop()]):
                 if t in self.graph.overwritten:
                     if t in self.features:
                         return None
@@ -93,7 +95,7 @@ class Footprint:
                 elif (
                     maker not in gone
                     and room > 0
-                    and not any(self._outlives(made, gone) for made in self.graph.ops[maker].outputs)
+                    and not any(self._outlives(made, gone) for made in rebuilt_by(self.graph.ops[maker]))
                 ):
                     room -= 1
                     gone.add(maker)
@@ -106,7 +108,7 @@ class Footprint:
         if gone is None:
             return False
         if only_if_no_worse:
-            made = [t for o in gone for t in self.graph.ops[o].outputs]
+            made = [t for o in gone for t in rebuilt_by(self.graph.ops[o])]
             released = self.upstream(gone, _CONE)
             if released < sum(self.nbytes(t) for t in made if self._outlives(t, gone)):
                 return False
@@ -134,7 +136,7 @@ def light_ops(graph: Graph, until: int) -> list[Op]:
                 there = before.born_at == BEFORE and before.freed_at >= until
                 if not (there or before.windows) or t in graph.overwritten:
                     break
-            elif maker.id not in light and t in graph.overwritten:
+            elif t in graph.overwritten and (maker.id not in light or t in maker.unrebuilt):
                 break
         else:
             light.add(op.id)

@@ -28,7 +28,10 @@ def least_seconds(problem: HoldOrRebuild, nbytes: int) -> tuple[float, frozenset
     runs = {o: model.new_bool_var(f"runs {o}") for o in problem.ops if graph.ops[o].recomputable}
 
     def there(t: int) -> list[cp_model.IntVar]:
-        return [of[id] for of, id in ((held, t), (runs, graph.producers[t].id)) if id in of]
+        ways = [held[t]] if t in held else []
+        if t in graph.rebuilders:
+            ways.append(runs[graph.rebuilders[t].id])
+        return ways
 
     for t in problem.needed:
         model.add_bool_or(there(t))

@@ -20,6 +20,7 @@ from operator import itemgetter
 from lightning_memopt.graph import Graph, Op
 from lightning_memopt.plan import Life, LoweringError, simulate
 from lightning_memopt.solvers.recompute.draft import Change, Draft, Lives
+from lightning_memopt.solvers.rollout import rebuilt_by
 
 _FEW, _MANY = 12, 40
 """Number of the largest tensors at a peak that a walk tries to drop, and that a wide walk does."""
@@ -210,9 +211,9 @@ def _drops(draft: Draft, at: int, wide: bool = False) -> Iterator[Change]:
     ]
     for life in sorted(there, key=lambda life: -graph.tensors[life.tensor].nbytes)[: _MANY if wide else _FEW]:
         t = life.tensor
-        op = graph.producers.get(t)
+        op = graph.rebuilders.get(t)
         reads = list(graph.reads(t))
-        if op is None or not op.recomputable or any(asked <= at <= released for asked, released in reads):
+        if op is None or any(asked <= at <= released for asked, released in reads):
             continue
         asked = sorted(p for p, _ in reads if life.born_at <= p <= life.freed_at)
         read = sorted({*asked, *(p for p in draft.segments_of(t) if life.born_at < p <= life.freed_at)})
@@ -240,8 +241,8 @@ def _starts(draft: Draft, op: Op, at: int, again: int) -> Iterator[dict[int, lis
         if _in_memory(draft, t, at):
             there.append(t)
             continue
-        maker = graph.producers.get(t)
-        if maker is None or not maker.recomputable:
+        maker = graph.rebuilders.get(t)
+        if maker is None:
             there = []
             break
         new = [u for u in maker.inputs if u not in upstream and not draft.resident(u, again)]
@@ -275,7 +276,7 @@ def _keeps(draft: Draft, limit_nbytes: int) -> Iterator[tuple[int, int, list[Lif
     options = []
     for point, steps in draft.segments.items():
         for op in draft.ops(steps):
-            for t in op.outputs:
+            for t in rebuilt_by(op):
                 tensor, lives = graph.tensors[t], draft.lives_of.get(t, [])
                 before = [life for life in lives if life.born_at < point]
                 if before and before[-1].freed_at >= point:

@@ -90,7 +90,10 @@ class HoldOrRebuild:
         """Collect the tensors and ops upstream of the needed tensors, up to tensors that are in memory anyway."""
         seen, ops, stack = set(self.needed), set(), list(self.needed)
         while stack:
-            op = self.graph.producers[stack.pop()]
+            tensor = stack.pop()
+            op = self.graph.producers[tensor]
+            if tensor in op.unrebuilt:
+                continue
             if op.id in ops or not op.recomputable:
                 ops.add(op.id)
                 continue
@@ -105,7 +108,7 @@ class HoldOrRebuild:
     def _arcs(self) -> tuple[dict[tuple[str, int], int], np.ndarray, np.ndarray]:
         """The network without its capacities: nodes by (kind, id), and the tails and heads of its arcs. In this order: one arc
         for each needed tensor; two for each tensor, of which the first is cut where it is held; one for each op, cut where it
-        runs again; and those from ops to what they read.
+        runs again; and those from ops to what they read. What an op does not make again leads to the sink, so it is held.
         """
         node: dict[tuple[str, int], int] = {}
         arcs: list[tuple[int, int]] = []
@@ -116,8 +119,8 @@ class HoldOrRebuild:
         for t in self.needed:
             arcs.append((_SOURCE, at("there", t)))
         for t in self.tensors:
-            made = at("made", t)
-            arcs += ((at("there", t), made), (made, at("op", self.graph.producers[t].id)))
+            made, op = at("made", t), self.graph.producers[t]
+            arcs += ((at("there", t), made), (made, _SINK if t in op.unrebuilt else at("op", op.id)))
         arcs += ((at("op", o), _SINK) for o in self.ops)
         for o in self.ops:
             if self.graph.ops[o].recomputable:

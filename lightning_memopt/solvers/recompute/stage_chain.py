@@ -51,7 +51,7 @@ def _sweep(graph: Graph, stages: Stages, span: StageSpan, wanted: frozenset[int]
             now += live[t]
         peak = max(peak, now + op.workspace_nbytes)
         for t in [*op.inputs, *op.outputs]:
-            if t in live and t not in wanted and last.get(t, -1) <= o:
+            if t in live and (t in op.unrebuilt or (t not in wanted and last.get(t, -1) <= o)):
                 now -= live.pop(t)
     return sum(graph.ops[o].seconds for o in ops), peak
 

@@ -64,5 +64,5 @@ def fenced(graph: Graph) -> Graph:
             held |= problem.minimum_cut(1e3 * max(problem.total_seconds, 1e-9)).held
         except ValueError:  # a tensor that was overwritten is rebuilt from weights that are away: hold what its rebuild makes
             stuck.update(o for o in problem.ops if not away.isdisjoint(graph.ops[o].inputs))
-    stuck.update(graph.producers[t].id for t in held)
+    stuck.update(graph.rebuilders[t].id for t in held if t in graph.rebuilders)
     return replace(graph, ops=tuple(replace(op, recomputable=op.recomputable and op.id not in stuck) for op in graph.ops))

@@ -1,8 +1,10 @@
-"""Steps in which an op that the plan runs again may not run again, or has nothing left to start from."""
+"""Steps in which an op that the plan runs again may not run again, has nothing to start from, or makes less than before."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +13,20 @@ from torch import Tensor, nn
 from benchmarks.robustness.fuzzing.plans import requests
 from lightning_memopt.graph import Graph
 from lightning_memopt.native import engine
+from lightning_memopt.plan import Life, LoweringError, Schedule, lower, validate
+from lightning_memopt.record import rules
 from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.engine.rejoining import number_of
-from lightning_memopt.solvers.rollout import Rollout, unrepeatable
+from lightning_memopt.solvers import planner
+from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
 from tests.cpu.lib.engines import needs_native
-from tests.cpu.lib.stepped import same, stepped
+from tests.cpu.lib.stepped import Stepped, held, same, stepped
 
 WIDTH = 16
+ROOM_NBYTES = 64
+"""Scalars that the loop itself has."""
+RUNS = 10
+"""Plans of a frontier that are executed."""
 
 
 class Noises(nn.Module):
@@ -165,3 +174,102 @@ def test_what_a_backward_in_the_forward_rebuilt_stays(kind: str, native: bool) -
             assert same(step.step(), step.step(program)), f"shorter: {model.shorter}"
             assert step.deviation.out_of_order == model.shorter
             assert step.rebuilt.count(made) == 1, "the plan makes it once, for the gradient in the forward"
+
+
+_library = torch.library.Library("memopt_not_made_again", "DEF")
+_library.define("normed(Tensor x) -> (Tensor, Tensor)")
+_is_forward = [True]
+
+
+def _normed(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A result, and one that a second run leaves unwritten: nobody may read it then."""
+    return x.sin(), x.cos() if _is_forward[0] else torch.full_like(x, torch.nan)
+
+
+_library.impl("normed", _normed, "CPU")
+
+
+class Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, slope = torch.ops.memopt_not_made_again.normed(x)
+        ctx.save_for_backward(y, slope)
+        ctx.mark_non_differentiable(slope)
+        return y, slope
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Tensor:
+        y, slope = ctx.saved_tensors
+        return grad * slope * y.square().add(1)
+
+
+class Slopes(nn.Module):
+    """The loss of one batch. Of the ops that make two results, or three, a second run makes only the first: autograd saves the
+    others, and ops that run again read them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.x = torch.randn(512, WIDTH)
+
+    def forward(self) -> Tensor:
+        _is_forward[0] = True
+        h = self.x
+        for layer in self.layers:
+            y, slope = Normed.apply(layer(h))
+            h = nn.functional.layer_norm(y * slope.tanh(), (WIDTH,)).exp().tanh()
+        loss = h.square().mean()
+        _is_forward[0] = False
+        return loss
+
+
+@pytest.fixture
+def slopes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stepped]:
+    """The step of `Slopes`."""
+    for op in (torch.ops.memopt_not_made_again.normed.default, torch.ops.aten.native_layer_norm.default):
+        monkeypatch.setitem(rules._registered, op, rules.Rule("pure", makes=1))
+    for forget in (rules.rule_of.cache_clear, rules._known.clear):
+        forget()
+    with stepped(Slopes()) as step:
+        yield step
+    monkeypatch.undo()
+    rules.rule_of.cache_clear()
+    rules._known.clear()
+
+
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_native)])
+def test_ops_that_make_one_of_their_results_again(slopes: Stepped, native: bool) -> None:
+    """The others are kept, whatever the budget: with the bits of the plain step, and as many bytes as predicted."""
+    graph = slopes.graph
+    unrebuilt = {t for op in graph.forward for t in op.unrebuilt}
+    assert len(unrebuilt) == 4 * 3 and unrebuilt <= graph.anchors
+    plans = {c.lives for c in planner.solve(graph).candidates} | {held(graph, every) for every in (2, 3, 5)}
+    again = {op.id for op in graph.forward if op.unrebuilt}
+    with contextlib.nullcontext() if native else engine.without():
+        expected = slopes.step()
+        for lives in sorted(plans, key=len)[:: max(1, len(plans) // RUNS)]:
+            program = Program(graph, lives)
+            again -= program.schedule.rebuilt.keys()
+            report = validate(graph, lives, program.schedule)
+            assert report.ok, report.problems[:3]
+            for _ in range(3):  # at first without templates
+                assert same(expected, slopes.step(program))
+                assert slopes.deviation.first is None
+            versions = slopes.engine.tape.versions
+            assert all(versions[t].call is None for t in unrebuilt & versions.keys())
+            assert abs(slopes.peak_nbytes(program) - report.peak_nbytes) <= ROOM_NBYTES
+    assert not again, "each of the ops ran again under some plan"
+
+
+def test_a_plan_that_rebuilds_what_no_op_makes_again_is_refused(slopes: Stepped) -> None:
+    graph = slopes.graph
+    (*_, tensor) = (t for op in graph.forward for t in op.unrebuilt if graph.saves_of.get(t))
+    (point, until), *_ = graph.reads(tensor)
+    rebuilt = Life(tensor=tensor, born_at=point, freed_at=until, how="rebuild")
+    lives = tuple(life for life in keep_all(graph) if life.tensor != tensor)
+    with pytest.raises(LoweringError, match="no op can make it"):
+        lower(graph, sorted((*lives, rebuilt), key=lambda life: (life.tensor, life.born_at)))
+    report = validate(graph, (rebuilt,), Schedule(frozenset(), {}, {}, {}))
+    assert any("no op makes it again" in problem for problem in report.problems)

@@ -79,9 +79,9 @@ class Stepped:
         self._begin()
         if program is None:
             return self.loss()
-        engine = engine_of(program, sized, verify=verify, depot=self.depot)
-        self.deviation, self.rebuilt = engine.cursor.deviation, engine.rebuilt_ops
-        with PlannedRecording(engine, self.model):
+        self.engine = engine_of(program, sized, verify=verify, depot=self.depot)
+        self.deviation, self.rebuilt = self.engine.cursor.deviation, self.engine.rebuilt_ops
+        with PlannedRecording(self.engine, self.model):
             return self.loss()
 
     def outcome(self, loss: Tensor) -> list[Tensor]:
