@@ -1,22 +1,21 @@
-"""Writes docs/troubleshooting.md from the code of the package: python docs/troubleshooting.py
+"""The page troubleshooting.md, made from the code of the package: python docs/troubleshooting.py prints it.
 
 Errors have their cause and remedy in their docstrings, reasons in their two texts. Those of warnings and lines are in `SAID`.
-The page is committed, because the README links to it and readers of the repository build nothing; a test compares it.
+No file holds the page: mkdocs asks for it when it builds the site (`hooks` in mkdocs.yml).
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 from messages import Error, Line, Reason, errors, lines, reasons
 
-PAGE = Path(__file__).with_suffix(".md")
 NOTHING = "Nothing needs to be done."
 HEAD = """\
 # Troubleshooting
 
-Generated from the code by `python docs/troubleshooting.py`; do not edit. Search this page for the words of a message: values
-are written as `…`. Each message has its cause and what to do about it. A run without a plan trains like a plain run.
+Search this page for the words of a message: values are written as `…`. Each message has its cause and what to do about it. A
+run without a plan trains like a plain run.
 
 """
 SAID: dict[tuple[str, str], tuple[str, str]] = {
@@ -350,5 +349,13 @@ def page() -> str:
     return HEAD + "\n".join(parts)
 
 
+def on_files(files: Any, config: Any) -> Any:
+    """Called by mkdocs with the files that it found: adds the page to them."""
+    from mkdocs.structure.files import File
+
+    files.append(File.generated(config, "troubleshooting.md", content=page()))
+    return files
+
+
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    print(page(), end="")

@@ -3,7 +3,7 @@
 A message says what was wrong, with numbers, and what to do. If callers usually catch a builtin exception for a cause
 (ValueError for a bad value, RuntimeError for a tensor that was modified in place), the subclass derives from that builtin, too.
 
-A class's docstring has the cause in its first line, and what to do after "Remedy:". docs/troubleshooting.md is made from both.
+A class's docstring has the cause in its first line, and what to do after "Remedy:": docs/troubleshooting.py reads both.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ def test_decisions_are_in_their_index_with_a_status() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", re.sub(r"`[^`]*`", "", page.read_text()))
-    dead = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+    made = "troubleshooting.md" if page.parent.name == "docs" else None  # when the site is built, by docs/troubleshooting.py
+    dead = [target for target in targets if "://" not in target and target != made and not (page.parent / target).exists()]
     assert not dead
 
 
