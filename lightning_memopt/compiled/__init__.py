@@ -1,4 +1,4 @@
-"""Regions that torch.compile made: read, and compiled again as their plans say; the order of their kernels."""
+"""Regions that torch.compile made: how they are read and compiled again as their plans say, and the order of their kernels."""
 
 from lightning_memopt.compiled.halves import Halves
 from lightning_memopt.compiled.kernels import Kernels, asked_to_order

@@ -1,7 +1,7 @@
 """Backends of torch.compile other than Inductor that use AOT autograd: `aot_eager`, and users' own by `aot_autograd(...)`.
 
-They have no setting that asks how to split a region. So the function by which all of them reach AOT autograd is replaced while
-a watched model runs: it passes on another partitioner, and compilers whose code tells when it runs.
+They have no setting that says how to split a region. So while a watched model runs, the function through which all of them call
+AOT autograd is replaced. The replacement passes on another partitioner, and compilers whose code reports when it runs.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from lightning_memopt.torch_private import AOT_BACKENDS, AOT_ENTRY, INDUCTOR, sp
 Split = tuple[fx.GraphModule, fx.GraphModule]
 Splitter = Callable[..., Split]
 Asked = tuple[int, Callable[[Splitter], Splitter]]
-"""(thread, function): `function(partitioner)` is to be used in the place of `partitioner` for what the thread compiles."""
+"""(thread, function): what the thread compiles is split by `function(partitioner)` instead of `partitioner`."""
 
 _COMPILERS = ("fw_compiler", "bw_compiler", "inference_compiler")
 
 
 def backends() -> Any:
-    """The module by which backends reach AOT autograd; None where no such backend was used in this process."""
+    """The module through which backends call AOT autograd; None if this process has not used such a backend."""
     return sys.modules.get(AOT_BACKENDS)
 
 
 def asked_here(seams: Seams[Asked], default: Splitter) -> Splitter:
-    """The partitioner for what this thread compiles, in the place of `default`."""
+    """The partitioner to use instead of `default` for what this thread compiles."""
     here = threading.get_ident()
     for thread, asking in tuple(seams.listeners):
         if thread == here:
@@ -42,7 +42,7 @@ def asked_here(seams: Seams[Asked], default: Splitter) -> Splitter:
 def _entry(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     default = options.get("partition_fn", split_in_place)
     partitioner = default
-    if getattr(default, "__module__", None) != INDUCTOR:  # Inductor asks by its setting, and tells of its code
+    if getattr(default, "__module__", None) != INDUCTOR:  # Inductor uses its own setting, and reports its code
         partitioner = asked_here(backend_seams, default)
     if partitioner is not default:
         options["partition_fn"] = partitioner
@@ -51,11 +51,13 @@ def _entry(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 backend_seams: Seams[Asked] = Seams(lambda: [(backends(), AOT_ENTRY, lambda original: partial(_entry, original))])
-"""The door of the backends, once there is one. Sessions of several threads may leave in another order than they came in."""
+"""The replaced function, once such a backend is in use. Sessions in several threads may end in another order than they
+began.
+"""
 
 
 def _telling(compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiler whose code tells when it runs."""
+    """A compiler whose code reports when it runs."""
 
     @wraps(compiler, updated=())
     def compile(module: fx.GraphModule, inputs: Any) -> Any:

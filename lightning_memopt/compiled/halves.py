@@ -1,4 +1,6 @@
-"""The memory of a region that was split into a compiled forward and a compiled backward, by the FX graphs of both."""
+"""The memory that a region takes after it was split into a compiled forward and a compiled backward, read from both FX
+graphs.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ from lightning_memopt.compiled.sizes import nbytes_of, tensors_of
 
 @dataclass(frozen=True)
 class Halves:
-    """Bytes of a region, without what exists before it: its weights and inputs.
+    """Bytes of a region, without those that exist before it runs (its weights and inputs).
 
-    saved_nbytes: what the forward leaves for the backward.
-    peak_nbytes: the most at once, in forward or backward.
+    saved_nbytes: what the forward keeps for the backward.
+    peak_nbytes: the most bytes at one moment, in forward or backward.
     """
 
     saved_nbytes: int
@@ -24,7 +26,7 @@ class Halves:
 
 
 def halves_of(forward: fx.GraphModule, backward: fx.GraphModule) -> Halves:
-    """The bytes of a region, if each op's memory were its own: code that fuses ops takes fewer, or reuses them."""
+    """The bytes of a region if each op had memory of its own. Code that fuses ops or reuses memory takes fewer bytes."""
     saved = {
         node.name
         for node in backward.graph.nodes
@@ -37,12 +39,12 @@ def halves_of(forward: fx.GraphModule, backward: fx.GraphModule) -> Halves:
 
 
 def _storages(node: fx.Node) -> list[tuple[int, int]]:
-    """(identity, bytes) of the memory that a node shows."""
+    """(identity, bytes) of the memory behind the results of a node."""
     return [(t.untyped_storage()._cdata, nbytes_of(t)) for t in tensors_of(node.meta.get("val"))]
 
 
 def _levels(module: fx.GraphModule, counted: Iterable[str]) -> list[int]:
-    """Bytes after each op. `counted`: names of inputs that count, until their last reader has run."""
+    """Bytes in memory after each op. `counted`: names of inputs that are counted until their last reader has run."""
     nodes = list(module.graph.nodes)
     last: dict[int, int] = {}
     for i, node in enumerate(nodes):

@@ -1,8 +1,9 @@
 """The joint graph of a compiled region, forward and backward in one FX graph, as a `Graph`.
 
-Nodes that make memory are ops. A view is no op: who reads it reads the memory behind it, and a plan that makes the memory again
-makes the view again. Each forward result that a backward node reads is unpacked right before that node, and released right
-after it: the compiled backward frees a tensor after its last reader, whatever autograd would have done.
+Nodes that allocate memory become ops. A view does not become an op: whoever reads a view reads the memory behind it, and a plan
+that makes the memory again makes the view again, too. Each forward result that a backward node reads is unpacked right before
+that node, and released right after it: the compiled backward frees a tensor after its last reader, even where autograd would
+have kept it longer.
 """
 
 from __future__ import annotations
@@ -32,26 +33,28 @@ from lightning_memopt.torch_private import (
 )
 
 _FLOPS_PER_SECOND, _BYTES_PER_SECOND = 8e9, 1e9
-"""An assumed machine. Only the ratio matters: plans of a region are compared by FLOPs first."""
+"""Rates of an assumed machine. Only their ratio matters, because plans of a region are compared by FLOPs first."""
 _SEEDED = ("inductor_lookup_seed", "inductor_random", "inductor_randint")
-"""Inductor's random ops: they give the same bits for the same seed, and seeds are kept."""
+"""Inductor's random ops. They may run again: they give the same bits for the same seed, and seeds are kept."""
 _NESTED = "invoke_subgraph"
-"""What `nested_compile_region` becomes. All its calls have the same fake results, which do not say what shares memory."""
+"""The op that `nested_compile_region` becomes. All its calls have the same fake results, so one cannot tell which results share
+memory.
+"""
 _EFFECTS = ("with_effects", "triton_kernel_wrapper_mutation", "call_torchbind", "print")
-"""Operators with a graph or a function of their own that do more than to give results."""
+"""Operators that have a graph or a function of their own, and side effects."""
 
 
 @dataclass
 class _Reading:
-    """What is known of the nodes while they are read, in their order.
+    """What is known about the nodes while they are read in their order.
 
     tensor_of: storage of a fake tensor -> tensor id.
-    of_node: node with a tensor -> id of the tensor whose memory it shows.
-    makers: tensor id -> the node that gives it: an op, or the `getitem` of an op with several results.
+    of_node: node with a tensor -> id of the tensor that has its memory.
+    makers: tensor id -> the node that returns the tensor: an op, or the `getitem` of an op with several results.
     nbytes: tensor id -> bytes.
-    views: nodes that show the memory of other nodes.
-    reads, made: op -> tensor ids.
-    alive: fake tensors, so that no storage gets the identity of another one.
+    views: nodes whose memory belongs to another node.
+    reads, made: op -> ids of the tensors that it reads or makes.
+    alive: the fake tensors, kept alive so that no two storages have the same identity.
     """
 
     tensor_of: dict[int, int] = field(default_factory=dict)
@@ -76,19 +79,21 @@ class _Reading:
 
 
 class Joint:
-    """A region's joint graph that was read.
+    """A region's joint graph, after it was read.
 
-    module: the FX graph. It is changed only by `rewriting`.
+    module: the FX graph. Only `rewriting` changes it.
     graph: the same as data.
     ops: op id -> its node.
-    makers: tensor id -> the node that gives the tensor.
-    of_node: node -> id of the tensor whose memory it shows.
-    views: nodes that show the memory of other nodes.
+    makers: tensor id -> the node that returns the tensor.
+    of_node: node -> id of the tensor that has its memory.
+    views: nodes whose memory belongs to another node.
     made: op -> ids of the tensors that it makes.
     unpacks: backward op -> (point, tensor) of each forward result that it reads.
-    backward: the nodes behind the last one of the forward.
-    dynamic: whether the code serves batches of other sizes, too. The graph has those of the batch it was compiled for.
-    checkpointed: whether the user's checkpointing marks what torch's split runs again. The graph has each op once all the same.
+    backward: the nodes after the last node of the forward.
+    dynamic: whether the code also serves batches of other sizes. The sizes in the graph are those of the batch it was compiled
+        for.
+    checkpointed: whether the user's checkpointing marks ops that torch's split runs again. The graph still has each op only
+        once.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -144,7 +149,7 @@ class Joint:
         read: dict[int, int] = {}
         for node in self.ops:
             for t in reading.reads[node]:
-                if not (t in forward_made and node in self.backward):  # those are saves
+                if not (t in forward_made and node in self.backward):  # those that backward reads are saves
                     read[t] = at[node]
         for t, nbytes in enumerate(reading.nbytes):
             born_at = born.get(t, BEFORE)
@@ -176,9 +181,9 @@ def _refuse(nodes: Iterable[fx.Node]) -> None:
         raise UnreadableError("it runs as a CUDA graph (mode='reduce-overhead')")
     for node in nodes:
         if node.op in ("call_module", "call_method"):
-            raise UnreadableError(f"it calls {node.target}, which is no operator")
+            raise UnreadableError(f"it calls {node.target}, which is not an operator")
         if _has_graph(node) and str(node.target) == _NESTED:
-            raise UnreadableError("it calls nested regions (nested_compile_region), which are planned by themselves")
+            raise UnreadableError("it calls nested regions (nested_compile_region), which are planned separately")
         if _has_graph(node) and str(node.target) in _EFFECTS:
             raise UnreadableError(f"it has an operator with effects ({node.target}). Call it outside of compiled code")
         if str(node.target).startswith(("_c10d_functional", "c10d_functional")):
@@ -186,7 +191,7 @@ def _refuse(nodes: Iterable[fx.Node]) -> None:
 
 
 def _begin_of_backward(nodes: Sequence[fx.Node]) -> int:
-    """The index behind the last node of the forward: torch's default partitioner cuts there, too."""
+    """The index after the last node of the forward. Torch's default partitioner cuts at the same place."""
     lasts = [i for i, node in enumerate(nodes) if node.meta.get(PARTITIONER_TAG) == "is_forward" or _is_primal(node)]
     if not lasts:
         raise UnreadableError("it has no forward")
@@ -196,7 +201,8 @@ def _begin_of_backward(nodes: Sequence[fx.Node]) -> int:
 def _has_graph(node: fx.Node) -> bool:
     """Whether the node's operator has a graph or a function of its own (`cond`, `flex_attention`, a custom op that writes).
 
-    Such an operator never runs again. Its results count. What it takes while it runs is known only when a step is measured.
+    Such an operator never runs again. Its results are counted. The memory that it takes while it runs is known only after a
+    step was measured.
     """
     return isinstance(node.target, HigherOrderOperator)
 
@@ -213,7 +219,7 @@ def _read(reading: _Reading, node: fx.Node) -> None:
             reading.of_node[node] = reading.new(node, value) if known is None else known
         return
     if node.op != "call_function" or isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return  # sizes are computed in no time, and are not memory
+        return  # computing a size takes no time and no memory
     inputs = {reading.of_node[n] for n in node.all_input_nodes if n in reading.of_node}
     if node.target is operator.getitem:
         source = _giver(node)
@@ -248,7 +254,7 @@ def _read(reading: _Reading, node: fx.Node) -> None:
 
 
 def _giver(item: fx.Node) -> fx.Node:
-    """The node of whose results this is one, or one of a result that has results itself."""
+    """The node that returned this item, directly or inside a nested result."""
     source = item.args[0]
     assert isinstance(source, fx.Node)
     nested = source.target is operator.getitem and not isinstance(source.meta.get("val"), torch.Tensor)
@@ -260,12 +266,12 @@ def _mutates(node: fx.Node) -> bool:
 
 
 def _written(reading: _Reading, ops: Iterable[fx.Node]) -> set[int]:
-    """The memory that an op of the region writes to (running statistics). An op that reads it may not run again."""
+    """The memory that ops of the region write to, such as running statistics. An op that reads it may not run again."""
     return {reading.of_node[n] for op in ops if _mutates(op) for n in op.all_input_nodes[:1] if n in reading.of_node}
 
 
 def _written_afterwards(reading: _Reading, nodes: Sequence[fx.Node]) -> set[int]:
-    """Inputs into which the runtime copies a result of the forward when its code has run."""
+    """The inputs into which the runtime copies a result after the forward's code has run."""
     descriptions = pytree.tree_leaves(nodes[-1].meta.get("desc"), is_leaf=lambda d: hasattr(d, MUTATED_INPUT))
     written = [getattr(d, MUTATED_INPUT) for d in descriptions if hasattr(d, MUTATED_INPUT)]
     inputs = [node for node in nodes if node.op == "placeholder" and node in reading.of_node]

@@ -1,8 +1,9 @@
-"""The order of the kernels that Inductor makes of a graph: read from its scheduler, and given to it.
+"""The order of the kernels that Inductor makes from a graph. It is read from Inductor's scheduler, and a better one is given
+back.
 
-Inductor's setting `_post_fusion_custom_pass` is the door: it gets the kernels once they are fused, and returns them in an
-order. The kernels stay as they are, so their results have the same bits. Afterwards Inductor tries its own orders, and takes
-one of them only where it estimates fewer bytes.
+This uses Inductor's setting `_post_fusion_custom_pass`: a function that gets the fused kernels and returns them in some order.
+The kernels themselves do not change, so their results have the same bits. Afterwards Inductor tries its own orders, and uses
+one of them only if it estimates fewer bytes for it.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ BEFORE = -1
 
 @dataclass(frozen=True)
 class Kernels:
-    """What an order of kernels decides over. They are numbered in the order in which Inductor would run them.
+    """What is needed to choose an order of kernels. They are numbered in the order in which Inductor would run them.
 
     before: kernel -> those that must run before it.
     makers: buffer -> the kernel that allocates it, or `BEFORE`.
-    users: buffer -> the kernels after whose last one it is freed.
+    users: buffer -> the kernels that use it. It is freed after the last of them.
     nbytes: buffer -> bytes.
     stays: buffers that the code returns.
     """
@@ -49,15 +50,15 @@ class Kernels:
 
 
 Ordering = Callable[[Kernels], Sequence[int] | None]
-"""The kernels in another order; None where they stay as they are."""
+"""The kernels in another order; None to leave the order as it is."""
 _Asked = tuple[int, Ordering]
 
 
 def kernels_of(nodes: Sequence[Any]) -> Kernels | None:
-    """The kernels of a scheduler, which has been asked for `inductors_order`; None where some may never change places.
+    """The kernels of a scheduler, after its `inductors_order` was computed; None if a kernel among them must not be moved.
 
-    Convolutions take memory of their own that nobody can know before they run. Where there are some, an order that needs fewer
-    bytes by Inductor's estimate may need more: Inception's measured peak was 1.1 % higher.
+    Convolutions take workspaces that nobody can know before they run. With convolutions, an order that needs fewer bytes by
+    Inductor's estimate may really need more: Inception's measured peak was 1.1 % higher.
     """
     parts = [[part.node for part in node.get_nodes()] for node in nodes]
     if any(type(part).__name__ in NEVER_MOVED or _convolves(part) for of_node in parts for part in of_node):
@@ -65,7 +66,7 @@ def kernels_of(nodes: Sequence[Any]) -> Kernels | None:
     place = {node: i for i, node in enumerate(nodes)}
     before = [{place[other] for other in node.mpi_node.pred_nodes} for node in nodes]
     drawing = [i for i, of_node in enumerate(parts) if any(map(_draws, of_node))]
-    for first, second in pairwise(drawing):  # what one draws from a generator depends on who drew before
+    for first, second in pairwise(drawing):  # what a kernel draws from a generator depends on which kernels drew before it
         before[second].add(first)
     makers: list[int] = []
     users: list[tuple[int, ...]] = []
@@ -88,7 +89,7 @@ def _convolves(part: Any) -> bool:
 
 
 def _draws(part: Any) -> bool:
-    """Whether a kernel draws from a generator. (Inductor's own random ops read seeds, which one kernel draws.)"""
+    """Whether a kernel draws from a generator. (Inductor's own random ops read seeds. One kernel draws all seeds.)"""
     tags = getattr(getattr(part, "op_overload", None), "tags", ())
     return any(str(tag).endswith("nondeterministic_seeded") for tag in tags)
 
@@ -106,7 +107,9 @@ def _ordered(nodes: list[Any], ordering: Ordering) -> list[Any]:
 @cache
 def _pass_class(base: type) -> Any:
     class Pass(base):
-        """Inductor copies and pickles its settings, and asks for an identity, by which it caches code."""
+        """A class that Inductor can copy and pickle as a setting. Inductor also asks it for an identity, which is part of the
+        key of cached code.
+        """
 
         def __init__(self, users: Any) -> None:
             self._users = users
@@ -117,7 +120,7 @@ def _pass_class(base: type) -> Any:
             here = threading.get_ident()
             for thread, ordering in tuple(_seams.listeners):
                 if thread == here:
-                    with contextlib.suppress(Exception):  # whatever a scheduler has: its order is valid
+                    with contextlib.suppress(Exception):  # whatever goes wrong here: the scheduler's own order is valid
                         nodes = _ordered(nodes, ordering)
             return nodes
 
@@ -134,7 +137,9 @@ def _pass_class(base: type) -> Any:
 
 
 def _in_place_of(users: Any) -> Any:
-    """`users`: the user's own pass, or None. One without an identity stays alone: Inductor must not cache what it makes."""
+    """The pass to set. `users`: the user's own pass, or None. A user's pass without an identity is left as it is, because
+    Inductor must not cache code that it has changed.
+    """
     base = scheduler_pass_class()
     return users if base is None or not (users is None or isinstance(users, base)) else _pass_class(base)(users)
 
@@ -143,5 +148,5 @@ _seams: Seams[_Asked] = Seams(lambda: [(inductor_config(), "_post_fusion_custom_
 
 
 def asked_to_order(ordering: Ordering) -> list[Listening]:
-    """What to listen to so that `ordering(kernels)` is asked for the order of what Inductor compiles in this thread."""
+    """Context managers to enter so that Inductor calls `ordering(kernels)` for the order of what it compiles in this thread."""
     return [(_seams, (threading.get_ident(), ordering))] if inductor_compiles() else []

@@ -1,11 +1,12 @@
-"""Where torch.compile asks how to split a region into forward and backward, and our answer.
+"""How torch.compile splits a region into forward and backward, and how this package changes that.
 
-Inductor's setting `custom_partitioner_fn` is the door, and backends.py has one for other backends. They are ours during a
-forward of a watched model only. A region without a plan is split as torch does it by itself, and its joint graph is read. A
+Inductor has the setting `custom_partitioner_fn` for this; backends.py does the same for other backends. Both are changed only
+during a forward of a watched model. A region without a plan is split as torch would split it, and its joint graph is read. A
 region with a plan is rewritten before the split.
 
-What was compiled before cannot be asked: `forget` makes dynamo compile it again at its next call. AOT autograd's own cache is
-off meanwhile, because it answers without asking. Inductor's cache of generated code stays on.
+Code that was compiled before is not split again. So `forget` makes dynamo compile it again at its next call. AOT autograd's
+cache is off meanwhile, because it would return code without calling the partitioner. Inductor's cache of generated code stays
+on.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def compiles() -> bool:
 
 
 def key_of(joint: Joint) -> str:
-    """Identifies a region: forward and backward, and all sizes. It is the same when the region is compiled again."""
+    """Identifies a region by its forward, its backward and all sizes. It stays the same when the region is compiled again."""
     digest = hashlib.sha256(f"{joint.graph.device} {joint.checkpointed}".encode())
     signature = Signature()
     for op, node in zip(joint.graph.ops, joint.ops, strict=True):
@@ -57,12 +58,12 @@ def key_of(joint: Joint) -> str:
 
 
 def as_torch_does(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Split:
-    """Torch's own split of a joint graph, which may run cheap ops again."""
+    """Split a joint graph as torch does, which may run cheap ops again."""
     return split_by_cut(module, inputs, **options)
 
 
 def as_written(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Split:
-    """The split in which each op runs where it stands: the backward saves what it reads of the forward."""
+    """Split a joint graph so that each op runs exactly where it stands: what the backward reads of the forward is saved."""
     options.pop("compiler", None)
     return split_in_place(module, inputs, **options)
 
@@ -70,7 +71,9 @@ def as_written(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) ->
 @cache
 def _partitioner() -> Any:
     class Partitioner(partitioner_class()):  # type: ignore[misc]
-        """Inductor copies and pickles its settings, and asks for an identity: answers follow from the graphs alone."""
+        """A class that Inductor can copy and pickle as a setting. It has a constant identity, because its answers depend only
+        on the graphs.
+        """
 
         def __init__(self, default: Splitter) -> None:
             self._default = default
@@ -91,17 +94,19 @@ def _partitioner() -> Any:
 
 
 def _in_place_of(partitioner: Splitter | None) -> Any:
-    """`partitioner`: the user's; None where Inductor splits."""
+    """`partitioner`: the user's own; None if Inductor uses its default."""
     return _partitioner()(partitioner or as_torch_does)
 
 
-# Settings of the whole process: sessions of several threads may leave in another order than they came in.
+# These settings apply to the whole process, and sessions in several threads may end in another order than they began.
 _inductor_seams: Seams[Asked] = Seams(lambda: [(inductor_config(), "custom_partitioner_fn", _in_place_of)])
 _cache_seams: Seams[Asked] = Seams(lambda: [(autograd_config(), "enable_autograd_cache", lambda _: False)])
 
 
 def asked_to_split(asking: Callable[[Splitter], Splitter]) -> list[Listening]:
-    """What to listen to so that `asking(partitioner)` splits the regions that this thread compiles, not `partitioner`."""
+    """Context managers to enter so that `asking(partitioner)` splits the regions that this thread compiles, instead of
+    `partitioner`.
+    """
     asked: Asked = threading.get_ident(), asking
     all: list[Listening] = [(_cache_seams, asked)]
     if inductor_compiles():
@@ -112,21 +117,23 @@ def asked_to_split(asking: Callable[[Splitter], Splitter]) -> list[Listening]:
 
 
 def _set(stack: contextlib.ExitStack, config: Any, name: str, value: Any) -> None:
-    """Change a setting until the stack is closed. (`config.patch` makes a class each time: garbage in a cycle.)"""
+    """Change a setting until the stack is closed. (`config.patch` would create a class each time, which only the garbage
+    collector frees.)
+    """
     stack.callback(setattr, config, name, getattr(config, name))
     setattr(config, name, value)
 
 
 class Region:
-    """A compiled region: a graph, however many pieces of code have it.
+    """A compiled region: one graph, even if several pieces of compiled code have the same graph.
 
     graph: its joint graph as data, with the sizes of the batch that it was compiled for first.
-    dynamic: whether its code serves batches of other sizes, too.
-    checkpointed: whether its user checkpoints parts of it, as long as it has no plan.
-    lives: its plan; None where it runs as torch splits it.
-    unplanned: bytes without a plan, as torch splits it; None where it was never split so.
-    codes: the code that was compiled to it.
-    forgotten: whether its code is compiled anew when it runs next, maybe to another region.
+    dynamic: whether its code also serves batches of other sizes.
+    checkpointed: whether the user's checkpointing applies to parts of it, which it does as long as the region has no plan.
+    lives: its plan; None if it runs as torch splits it.
+    unplanned: its bytes without a plan, as torch splits it; None if it was never split that way.
+    codes: the code objects that were compiled to this region.
+    forgotten: whether its code is compiled again at the next call, possibly to another region.
     """
 
     def __init__(self, joint: Joint) -> None:
@@ -138,13 +145,14 @@ class Region:
 
 
 class Regions:
-    """The regions of a model, as they are compiled.
+    """The regions of a model, collected while they are compiled.
 
-    by_key: those that can be planned.
-    opaque: why others cannot; each reason once.
+    by_key: the regions that can be planned.
+    opaque: the reasons why others cannot be, each once.
     splits: how many joint graphs were split.
-    seen: the regions that were split, until somebody takes them.
-    runs: how often generated code ran in the forward that was listened to last. (Inductor's does not count in the first one.)
+    seen: the regions that were split and not yet taken from here.
+    runs: how often generated code ran in the last forward that was listened to. (The first run of Inductor's code is not
+        counted.)
     """
 
     def __init__(self, recall: Callable[[str], tuple[Life, ...] | None] = lambda _: None) -> None:
@@ -159,7 +167,9 @@ class Regions:
 
     @contextlib.contextmanager
     def listening(self, more: Iterable[Listening] = ()) -> Iterator[None]:
-        """Within, regions that are compiled are read, and split by their plans. `more`: what else is listened to."""
+        """Within this context, every region that is compiled is read, and split by its plan. `more`: further context managers
+        to enter.
+        """
         if not compiles():
             yield
             return
@@ -179,17 +189,17 @@ class Regions:
         yield
 
     def forget_all(self) -> None:
-        """All code that was compiled before is compiled again when it runs next: nobody asked how to split it."""
+        """Make all code that was compiled before compile again when it runs next, because it was split without this package."""
         if compiles():
             for code in compiled_codes():
                 compile_again(code)
 
     def forget(self, regions: Iterable[Region]) -> None:
-        """The code of these regions is compiled again when it runs next."""
+        """Make the code of these regions compile again when it runs next."""
         codes = {code for region in regions for code in region.codes}
         for code in codes:
             compile_again(code)
-        for region in self.by_key.values():  # code that serves several sizes may have become several regions
+        for region in self.by_key.values():  # code that serves several sizes may belong to several regions
             if region.codes & codes:
                 region.codes -= codes
                 region.forgotten = not region.codes
@@ -200,7 +210,7 @@ class Regions:
         copied = fx.GraphModule(module, copy.deepcopy(module.graph))
         try:
             region = self._region_of(Joint(copied))
-        except Exception as error:  # whatever a joint graph has: the user's code is compiled as without us
+        except Exception as error:  # whatever goes wrong with a joint graph: compile the user's code as torch would
             self._cannot_plan(error)
             return default(module, inputs, **options)
         region.forgotten = False
@@ -209,13 +219,13 @@ class Regions:
         if region.lives is None:
             region.unplanned = halves_of(*(halves := default(module, inputs, **options)))
             return halves
-        # Inductor's own order would undo the plan's: it lowered no peak where it was tried, and raised some
+        # Inductor's reordering would undo the plan's order. Where it was tried, it lowered no peak and raised some.
         _set(self._own_order, inductor_config(), "reorder_for_peak_memory", False)
         try:
             return as_written(copied, inputs, **options)
         except Exception as error:
             self._cannot_plan(error)
-            region.forgotten = True  # it is no stage of a step any more
+            region.forgotten = True  # it is not a stage of a step any more
             self._own_order.close()
             return default(module, inputs, **options)
 
@@ -223,13 +233,13 @@ class Regions:
         self.opaque[str(error) if isinstance(error, UnreadableError) else f"{type(error).__name__}: {error}"] = None
 
     def _region_of(self, joint: Joint) -> Region:
-        """The region with this graph; its plan, if it has one, is written into the graph."""
+        """The region with this graph. If it has a plan, the plan is written into the graph."""
         key = key_of(joint)
         region = self.by_key.get(key)
         if region is None:
             region = self.by_key[key] = Region(joint)
             recalled = self._recall(key)
-            with contextlib.suppress(LoweringError):  # a file that is no plan of this graph
+            with contextlib.suppress(LoweringError):  # the file's plan is for another graph
                 if recalled is not None:
                     rewrite(joint, recalled)
                     region.lives = recalled
@@ -238,7 +248,7 @@ class Regions:
         return region
 
     def _compiled(self, code: CodeType, _: CodeType) -> None:
-        """Dynamo has compiled this code: the regions that were split meanwhile belong to it."""
+        """Dynamo has just compiled this code: the regions that were split during this belong to it."""
         for region in self._split:
             region.codes.add(code)
         self._split.clear()

@@ -1,8 +1,8 @@
 """Write the lives of a plan into a joint graph: ops that run again are nodes of the backward.
 
-A plan's rebuild at an unpack point becomes copies of forward nodes right before the backward node that reads. What the
-backward then still reads of the forward is what the compiled code saves. The user's checkpointing, which is a mark on nodes, is
-taken off: the plan decides.
+A plan's rebuild at an unpack point becomes copies of forward nodes right before the backward node that reads. The compiled code
+saves whatever the backward then still reads of the forward. The user's checkpointing consists of marks on nodes; they are
+removed, because the plan decides.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from lightning_memopt.torch_private import CHECKPOINT_TAG, PARTITIONER_TAG
 
 
 class _Copies:
-    """Makes copies of forward nodes, and knows which node gives a tensor at the place where the writing is.
+    """Makes copies of forward nodes, and knows which node has a tensor at the current place in the backward.
 
     joint: the graph.
-    kept: tensor -> the node that gives it from its rebuild on.
+    kept: tensor -> the node that has it from its rebuild on.
     made: how many ops were copied.
     """
 
@@ -34,7 +34,7 @@ class _Copies:
         self._views: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
 
     def run(self, op: fx.Node, before: fx.Node) -> None:
-        """Copy an op to the place before a node."""
+        """Copy an op to the place right before a node."""
         copied = self._copy(op, before)
         self.made += 1
         for tensor in self.joint.made[op]:
@@ -42,14 +42,14 @@ class _Copies:
             self._segment[tensor] = copied if maker is op else self._item(copied, maker, before)
 
     def ends(self, born: Iterable[int]) -> None:
-        """A segment is over: of what it made, these tensors stay."""
+        """A segment is over: keep only these of the tensors that it made."""
         for tensor in born:
             if tensor in self._segment:
                 self.kept[tensor] = self._segment[tensor]
         self._segment = {}
 
     def instead(self, node: fx.Node, before: fx.Node) -> fx.Node:
-        """The node to read in place of a node of the unmodified graph."""
+        """The node to read instead of a node of the unmodified graph."""
         joint = self.joint
         tensor = joint.of_node.get(node)
         if tensor is None:
@@ -86,7 +86,9 @@ def _of_backward(node: fx.Node, meta: dict[str, Any]) -> fx.Node:
 
 
 def rewrite(joint: Joint, lives: Iterable[Life]) -> int:
-    """Change the joint graph so that its backward runs ops again as the lives say. Returns how many. Raises LoweringError."""
+    """Change the joint graph so that its backward runs ops again as the lives say. Returns how many ops. Raises
+    LoweringError.
+    """
     for node in joint.module.graph.nodes:
         node.meta.pop(CHECKPOINT_TAG, None)
     lives = tuple(lives)

@@ -1,5 +1,5 @@
-"""Sizes in a joint graph. With dynamic shapes they are expressions of symbols. A plan is made for the batch that the region
-was compiled for.
+"""Sizes in a joint graph. With dynamic shapes they are symbolic expressions. A plan is made for the sizes of the batch that the
+region was compiled for.
 
 Nothing here compares symbols: that would add a guard, and the code would serve fewer batches.
 """
@@ -27,7 +27,7 @@ class UnreadableError(UnsupportedError):
 
 
 def number(size: int | torch.SymInt) -> int:
-    """A size, for the batch that the region was compiled for. Raises UnreadableError where it depends on values."""
+    """A size as a number, for the batch that the region was compiled for. Raises UnreadableError if it depends on values."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     hint = hint_of(size)
@@ -46,14 +46,14 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def symbols_of(value: Any) -> list[Any]:
-    """The symbolic numbers in what a node gives, those in sizes and strides too."""
+    """The symbolic numbers in the results of a node, including those in sizes and strides."""
     leaves = pytree.tree_leaves(value)
     leaves += [size for t in tensors_of(value) for size in (*t.shape, *t.stride())]
     return [leaf for leaf in leaves if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)]
 
 
 def with_numbers(value: Any) -> Any:
-    """What a node gives, with numbers in the place of symbols: formulas of FLOPs compare sizes."""
+    """The results of a node with numbers instead of symbols, because formulas for FLOPs compare sizes."""
 
     def tensor(t: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided([*map(number, t.shape)], [*map(number, t.stride())], dtype=t.dtype, device="meta")
@@ -63,7 +63,9 @@ def with_numbers(value: Any) -> Any:
 
 
 class Signature:
-    """Describes sizes so that two compilations of the same code give the same text, whatever they call their symbols."""
+    """Describes sizes so that two compilations of the same code give the same text, even if they name their symbols
+    differently.
+    """
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}

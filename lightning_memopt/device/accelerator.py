@@ -1,4 +1,4 @@
-"""Any accelerator, through `torch.accelerator`: XPU, and what registers itself with torch."""
+"""Any accelerator, through `torch.accelerator`: XPU, and devices that register themselves with torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from lightning_memopt.errors import UnsupportedError
 
 
 class Accelerator(Backend):
-    """What all accelerators have in common. A budget counts requested bytes: how their allocators round and split is not known.
+    """What all accelerators have in common. A budget counts requested bytes, because it is not known how their allocators round
+    and split.
 
-    What torch does not implement for the device raises UnsupportedError.
+    Raises UnsupportedError for what torch does not implement for the device.
     """
 
     def check(self) -> None:
@@ -59,7 +60,8 @@ class Accelerator(Backend):
     def _statistics(self) -> Mapping[str, Any]:
         statistics: Mapping[str, Any] = self._asked("memory_stats")
         if "allocated_bytes.all.peak" not in statistics:
-            self._asked("reset_peak_memory_stats")  # says why there are none, if the device has not just begun
+            # Either the device was not used yet, or it keeps no statistics. In the second case this raises with the reason.
+            self._asked("reset_peak_memory_stats")
             return dict.fromkeys((f"allocated_bytes.all.{when}" for when in ("current", "peak")), 0)
         return statistics
 
@@ -71,7 +73,7 @@ class Accelerator(Backend):
             return ask(self.device)
         except (RuntimeError, ValueError) as error:  # NotImplementedError is a RuntimeError
             raise UnsupportedError(
-                f"a plan needs torch.accelerator.{name} of {self.device}, and torch says: {str(error).splitlines()[0]} "
+                f"a plan needs torch.accelerator.{name} for {self.device}, but torch says: {str(error).splitlines()[0]} "
                 "Train on CUDA or a CPU, or set MEMOPT_DISABLE=1 to train without a plan."
             ) from error
 

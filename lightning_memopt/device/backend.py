@@ -1,4 +1,4 @@
-"""What can be asked of a device. A capability that it lacks raises UnsupportedError, which names it."""
+"""The interface to a device. Using a capability that the device lacks raises UnsupportedError, which names the capability."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lightning_memopt.errors import UnsupportedError
 
 
 class Nbytes(NamedTuple):
-    """Bytes now, and the most since peaks were reset."""
+    """The bytes now, and the most bytes since peaks were reset."""
 
     now: int
     peak: int
 
 
 class Statistics(NamedTuple):
-    """What an allocator counts of requests.
+    """What an allocator counts.
 
-    nbytes: of those that are allocated now, as they were requested.
-    peak_nbytes: the most since peaks were reset.
+    nbytes: the bytes allocated now, as they were requested.
+    peak_nbytes: the most such bytes since peaks were reset.
     turnover: allocations and frees since the process began.
     """
 
@@ -34,15 +34,17 @@ class Statistics(NamedTuple):
 
 
 class Backend:
-    """A device. What a type of device does not have is as here. Many methods: one for each thing that can be asked.
+    """A device. Subclasses override what their type of device has; what it lacks stays as it is here.
 
-    device: as torch names it. Without a number it is the current one, at each call.
-    kind: what plans know of its type.
-    keeps_statistics: its allocator counts bytes and their peaks (`statistics`, `allocated`, `peak_nbytes`, `reset_peaks`). The
-        CPU's does not; there the native counter counts (`native.counter_of`).
-    keeps_workspaces: its libraries take workspaces for each thread and stream, and keep them.
-    locks_pages: host memory can be locked for copies that the host does not wait for.
-    runs_triton: Triton compiles for it.
+    Many methods: one for each thing that can be asked.
+
+    device: the device as torch names it. Without a number, it stands for whichever device is current at each call.
+    kind: what plans know about its type.
+    keeps_statistics: whether its allocator counts bytes and peaks (`statistics`, `allocated`, `peak_nbytes`, `reset_peaks`).
+        The CPU's allocator does not; there the native counter counts (`native.counter_of`).
+    keeps_workspaces: whether its libraries allocate a workspace for each thread and stream, and keep it.
+    locks_pages: whether host memory can be locked, so that the host need not wait for copies.
+    runs_triton: whether Triton compiles for it.
     """
 
     keeps_statistics: ClassVar[bool] = True
@@ -58,16 +60,16 @@ class Backend:
 
     @property
     def name(self) -> str:
-        """As people call it: the product's name where torch knows it, else the type."""
+        """What people call the device: the product's name if torch knows it, else the type."""
         return str(self.device.type)
 
     @property
     def uuid(self) -> str | None:
-        """The number by which NVML knows the device; None for others."""
+        """The UUID under which NVML knows the device; None if it does not."""
         return None
 
     def check(self) -> None:
-        """Raise UnsupportedError where no step can be observed."""
+        """Raise UnsupportedError if steps on this device cannot be observed."""
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -76,11 +78,11 @@ class Backend:
         raise NotImplementedError
 
     def free_nbytes(self) -> int | None:
-        """Bytes that other programs do not use, what this process already uses included; None where nobody says."""
+        """Bytes that other programs do not use, including those that this process already uses; None if that is not known."""
         return None
 
     def statistics(self) -> Statistics:
-        """What was requested of the allocator."""
+        """The bytes that were requested from the allocator."""
         self._keeps_none()
 
     def allocated(self) -> Nbytes:
@@ -88,35 +90,39 @@ class Backend:
         self._keeps_none()
 
     def peak_nbytes(self) -> int:
-        """The peak as a budget counts it: of segments, where the device has some (`kind.has_segments`), else as requested."""
+        """The peak as a budget counts it: bytes of segments if the device has them (`kind.has_segments`), else requested
+        bytes.
+        """
         self._keeps_none()
 
     def reset_peaks(self) -> None:
-        """Let all peaks begin at the bytes of now."""
+        """Set all peaks to the present number of bytes."""
         self._keeps_none()
 
     def _keeps_none(self) -> NoReturn:
         raise UnsupportedError(f"torch's allocator keeps no statistics of {self.device}: ask the native counter for its bytes")
 
     def empty_cache(self) -> None:
-        """Give memory that is cached and not in use back to the device."""
+        """Give cached memory that is not in use back to the device."""
 
     def allocator_settings(self) -> Mapping[str, Any] | None:
-        """The settings that are in force, where the allocator is the one that `plan.allocator` models."""
+        """The settings in force, if the allocator is the one that `plan.allocator` models."""
         return None
 
     def segments(self) -> list[Mapping[str, Any]] | None:
-        """What that allocator has reserved on this device, as torch's memory snapshots have it; None for other allocators. The
-        segment that serves a request first, where several could, comes first. Resets the peaks.
+        """What that allocator has reserved on this device, in the format of torch's memory snapshots; None for other
+        allocators. If several segments could serve a request, the one that does comes first. Resets the peaks.
         """
         return None
 
     def record_requests(self, most: int) -> bool:
-        """Begin a record of the last `most` requests. False where none can be kept, or the user keeps one."""
+        """Begin to record the last `most` requests. Returns False if that is not possible, or if the user is recording
+        already.
+        """
         return False
 
     def recorded_requests(self) -> Sequence[Mapping[str, Any]]:
-        """The record so far, as torch's memory snapshots have it."""
+        """The record so far, in the format of torch's memory snapshots."""
         return ()
 
     def stop_recording(self) -> None:
@@ -125,19 +131,21 @@ class Backend:
     # -- order and time ---------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that was queued."""
+        """Wait until the device has done all queued work."""
 
     def clock(self) -> float:
-        """Seconds of the clock by which work of this thread is timed, between two `synchronize`."""
+        """Seconds of the clock that times the work of this thread. Call `synchronize` before each reading."""
         return perf_counter()
 
     def current_stream(self) -> Any:
-        """The stream on which this thread queues work now; None where the thread does it itself."""
+        """The stream on which this thread now queues work; None if the thread does the work itself."""
         return None
 
     @property
     def streams(self) -> Any:
-        """The module with `Stream`, `Event`, `stream` and `current_stream` of this device. Those of the CPU do nothing."""
+        """The module that has `Stream`, `Event`, `stream` and `current_stream` for this device. For the CPU, these do
+        nothing.
+        """
         return torch.get_device_module(self.device)
 
     def timing_event(self) -> Any:
@@ -151,16 +159,16 @@ class Backend:
     # -- the host's memory ------------------------------------------------------------------------
 
     def lock_pages(self, address: int, nbytes: int) -> int:
-        """Lock whole pages of host memory, where `locks_pages`. Returns the driver's error, 0 for none."""
+        """Lock whole pages of host memory, if `locks_pages`. Returns the driver's error code, 0 for none."""
         raise NotImplementedError
 
     def unlock_pages(self, address: int) -> int:
-        """Unlock what `lock_pages` locked. Returns the driver's error, 0 for none."""
+        """Unlock what `lock_pages` locked. Returns the driver's error code, 0 for none."""
         raise NotImplementedError
 
     # -- random numbers ---------------------------------------------------------------------------
 
     def generator_state_nbytes(self) -> int:
-        """Bytes of the state of its default generator."""
+        """Bytes of the state of the device's default generator."""
         generator = generator_of(self.device)
         return 0 if generator is None else int(generator.get_state().nbytes)

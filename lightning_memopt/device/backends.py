@@ -23,12 +23,12 @@ def backend_of(device: torch.device) -> Backend:
 
 
 def current_stream(device: torch.device) -> Any:
-    """The stream on which this thread queues work for the device now; None on the CPU."""
+    """The stream on which this thread now queues work for the device; None on the CPU."""
     return backend_of(device).current_stream()
 
 
 def generators_kept() -> Callable[[], None]:
-    """Read the states of the accelerators' default generators. Returns what sets them again."""
+    """Read the states of the accelerators' default generators. Returns a function that sets them back."""
     module = _initialized()
     for names in (("get_rng_state_all", "set_rng_state_all"), ("get_rng_state", "set_rng_state")):
         if all(hasattr(module, name) for name in names):
@@ -38,14 +38,14 @@ def generators_kept() -> Callable[[], None]:
 
 
 def empty_caches() -> None:
-    """Give all cached memory that is not in use back to the accelerators of this process."""
+    """Give all cached memory that this process does not use back to its accelerators."""
     module = _initialized()
     if module is not None:
         module.empty_cache()
 
 
 def _initialized() -> Any:
-    """The module of the accelerator that this process has used; None where it has used none."""
+    """The torch module of the accelerator that this process has used; None if it has used none."""
     accelerator = torch.accelerator.current_accelerator()
     module = None if accelerator is None else torch.get_device_module(accelerator)
     return module if getattr(module, "is_initialized", lambda: module is not None)() else None

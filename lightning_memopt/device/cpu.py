@@ -1,4 +1,4 @@
-"""The host. Its allocator keeps no statistics; `native.counter_of` counts there."""
+"""The host. Its allocator keeps no statistics; `native.counter_of` counts instead."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from lightning_memopt.units import host_memory_nbytes
 
 
 class Cpu(Backend):
-    """The memory that this process may use, with its cgroup limit. Threads are timed by their own clock: others may be busy."""
+    """The memory that this process may use, within its cgroup limit. Each thread is timed by its own CPU clock, because other
+    threads may be busy.
+    """
 
     keeps_statistics = False
 

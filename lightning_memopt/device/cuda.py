@@ -1,4 +1,4 @@
-"""CUDA devices, and those of ROCm, which torch calls by the same name."""
+"""CUDA devices, and ROCm devices, which torch calls by the same name."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Cuda(Backend):
         return int(torch.cuda.get_device_properties(self.device).total_memory)
 
     def free_nbytes(self) -> int | None:
-        """The CUDA runtime knows it, for slices of a GPU as well."""
+        """As the CUDA runtime says, which knows it for slices of a GPU as well."""
         return int(torch.cuda.mem_get_info(self.device)[0]) + int(torch.cuda.memory_reserved(self.device))
 
     def statistics(self) -> Statistics:
         said = torch.cuda.memory_stats_as_nested_dict(self.device)
-        nbytes = said.get("requested_bytes") or said["allocated_bytes"]  # other allocators count no requests
+        nbytes = said.get("requested_bytes") or said["allocated_bytes"]  # other allocators do not count requested bytes
         counts = said["allocation"]["all"]
         turnover = int(counts["allocated"]), int(counts["freed"])
         return Statistics(int(nbytes["all"]["current"]), int(nbytes["all"]["peak"]), turnover)
@@ -69,11 +69,11 @@ class Cuda(Backend):
         index = indexed(self.device).index
         own = [segment for segment in allocator_snapshot()["segments"] if segment["device"] == index]
         ordered = in_order(own, index, self.current_stream().cuda_stream)
-        self.reset_peaks()  # else they would be what was asked for here
+        self.reset_peaks()  # the requests made above have raised them
         return ordered
 
     def record_requests(self, most: int) -> bool:
-        others = getattr(C, "_cuda_isHistoryEnabled", None)  # only in builds for CUDA
+        others = getattr(C, "_cuda_isHistoryEnabled", None)  # exists only in builds for CUDA
         if others is None or not self._is_native() or others():
             return False
         allocator_history("all", context=None, max_entries=most)

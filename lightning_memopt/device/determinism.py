@@ -1,4 +1,4 @@
-"""Ops that do not give the same bits twice on a type of device, although their schema says nothing of it."""
+"""Ops that may give other bits each time they run on some type of device, although their schema does not say so."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.torch_private import C
 
-# Off the CPU atomics choose the order of their sums, or which of several writes to a cell comes last. With
-# `torch.use_deterministic_algorithms(True)` each of them has a kernel that fixes the order, or raises.
+# On accelerators, atomics decide the order in which these ops add up, or which of several writes to a cell comes last. With
+# `torch.use_deterministic_algorithms(True)`, each of them either uses a kernel that fixes the order, or raises.
 _ATOMIC = {
     "index_add",
     "index_add_",
@@ -38,11 +38,11 @@ _ATOMIC = {
     "_cudnn_ctc_loss",
     "_segment_reduce",
 }
-# A scan of one dimension adds up in the order in which its blocks come, whatever is set: only that of `cumsum` raises.
+# A scan of one dimension adds up in the order in which its blocks arrive, whatever the setting. Only `cumsum` raises then.
 _SCANS = {"cumsum", "cumsum_", "cumprod", "cumprod_", "logcumsumexp", "_logcumsumexp"}
-# cuDNN may choose their algorithm by how long each takes (`cudnn_tunes`).
+# cuDNN may choose the algorithm for these by timing all of them (`cudnn_tunes`).
 _TUNED = {"convolution"}
-# The same, by an argument of their own.
+# The same, chosen by an argument of the op.
 _TUNED_BY_ARGUMENT = {
     "_convolution",
     "cudnn_convolution",
@@ -51,28 +51,28 @@ _TUNED_BY_ARGUMENT = {
     "cudnn_convolution_add_relu",
 }
 DEPENDENT = _ATOMIC | _SCANS | _TUNED | _TUNED_BY_ARGUMENT
-"""Names of the ops whose bits depend on the type of device and on torch's settings."""
+"""Names of the ops whose bits may vary, depending on the type of device and on torch's settings."""
 _tuned: list[bool] = []
-"""Not empty where cuDNN was seen to choose by time in this process."""
+"""Not empty if cuDNN was seen to choose algorithms by timing in this process."""
 
 
 def repeats_bits(name: str, device_type: str) -> bool:
-    """Whether the op of this name in `DEPENDENT` gives the same bits again, on this type of device and by today's settings."""
+    """Whether an op named in `DEPENDENT` gives the same bits each time on this type of device, with the present settings."""
     if kind_of(device_type).is_host:
         return True
     return (name in _ATOMIC and raises_where_it_varies()) or (name in _TUNED and not cudnn_tunes())
 
 
 def raises_where_it_varies() -> bool:
-    """Whether ops without a deterministic kernel raise. Where torch only warns, they run, in any order."""
+    """Whether ops without a deterministic kernel raise. If torch only warns, they run, and add up in any order."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def cudnn_tunes() -> bool:
-    """Whether cuDNN's convolutions are chosen by how long they take (`torch.backends.cudnn.benchmark`), or once were.
+    """Whether cuDNN chooses its convolutions by timing them (`torch.backends.cudnn.benchmark`), or did so once in this process.
 
-    Each thread times them itself and remembers its choice for good: the thread of backward may choose another algorithm for
-    a rebuild than the thread of the forward did, which gives other bits and takes workspaces of its own.
+    Each thread times them for itself and keeps its choice for ever. So for a rebuild, the backward thread may choose another
+    algorithm than the forward thread did, which gives other bits and needs other workspaces.
     """
     if C._get_cudnn_benchmark() and not _tuned:
         _tuned.append(True)
@@ -80,5 +80,5 @@ def cudnn_tunes() -> bool:
 
 
 def is_tuned(name: str, device_type: str) -> bool:
-    """Whether an op of this name (`aten::name`) never runs again on this type of device because `cudnn_tunes`."""
+    """Whether an op of this name (`aten::name`) never runs again on this type of device because of `cudnn_tunes`."""
     return not kind_of(device_type).is_host and name.partition("::")[2] in _TUNED and cudnn_tunes()

@@ -1,4 +1,4 @@
-"""What a plan has to know of a type of device. Input: its name, as torch has it. Without torch."""
+"""What a plan has to know about a type of device. Input: the name that torch uses for it. Works without torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class DeviceKind:
     Args:
         name: "cpu", "cuda", "xpu", and so on.
         is_host: ops run in the thread that calls them, and the memory is the host's.
-        block_nbytes: the allocator gives whole blocks of so many bytes.
-        has_segments: the allocator takes segments from the device and keeps them; `plan.allocator` models it, and a budget
-            counts segments. Else a budget counts the bytes of tensors.
+        block_nbytes: the allocator rounds up to multiples of this.
+        has_segments: the allocator takes segments from the device and keeps them. `plan.allocator` models it, and a budget
+            counts segments. For other devices, a budget counts the bytes of tensors.
     """
 
     name: str
@@ -27,12 +27,12 @@ class DeviceKind:
     has_segments: bool = False
 
     def allocated_nbytes(self, nbytes: int) -> int:
-        """The bytes that the allocator gives for a request."""
+        """The bytes of the block that the allocator gives for a request."""
         return nbytes if self.block_nbytes == 1 else round_up(nbytes, self.block_nbytes)
 
     @property
     def slow_tier(self) -> str:
-        """The fastest tier of offload whose memory is not that of the device."""
+        """The fastest offload tier that is not the device's own memory."""
         return "disk" if self.is_host else "host"
 
 
@@ -42,5 +42,5 @@ _KINDS = {kind.name: kind for kind in (CPU, CUDA)}
 
 
 def kind_of(name: str) -> DeviceKind:
-    """The kind of devices whose type has this name."""
+    """The kind of the devices whose type has this name."""
     return _KINDS.get(name) or DeviceKind(name)

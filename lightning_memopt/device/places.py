@@ -1,4 +1,4 @@
-"""Where tensors are, and which device is the current one of a thread."""
+"""On which device tensors are, and which device is the current one of a thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CPU = torch.device("cpu")
 
 
 def on_host(device: torch.device) -> bool:
-    """Whether ops on this device run in the thread that calls them, in the host's memory."""
+    """Whether ops on this device run in the calling thread and in the host's memory."""
     return device.type == "cpu"
 
 
@@ -22,7 +22,7 @@ def same_type(device: torch.device, name: str) -> bool:
 
 
 def has_memory(device: torch.device) -> bool:
-    """Whether tensors on this device have bytes. Those on "meta" have none."""
+    """Whether tensors on this device have bytes. Tensors on "meta" do not."""
     return device.type != "meta"
 
 
@@ -32,14 +32,16 @@ def is_here(device: torch.device) -> bool:
 
 
 def is_on(device: torch.device, where: torch.device) -> bool:
-    """Whether `where` is this device: of the same type and number, as far as both have a number."""
+    """Whether both are the same device: the same type and, if both have a number, the same number."""
     index: int | None = device.index
     other: int | None = where.index
     return where.type == device.type and (index is None or other is None or index == other)
 
 
 def device_of_call(devices: Iterable[torch.device], kwargs: dict[str, Any]) -> torch.device:
-    """The device of an op that reads tensors on `devices`: its argument `device`, else the first accelerator, else the CPU."""
+    """The device of an op that reads tensors on `devices`: its argument `device`, else the first accelerator of these, else the
+    CPU.
+    """
     device = kwargs.get("device")
     if device is not None:
         return torch.device(device)
@@ -47,8 +49,8 @@ def device_of_call(devices: Iterable[torch.device], kwargs: dict[str, Any]) -> t
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Within, `device` is the current one of this thread. In a new thread, device 0 is, which may be that of another process:
-    whatever uses the current device opens a context on it.
+    """Within this context, `device` is the current one of this thread. In a new thread, device 0 is the current one, and it may
+    belong to another process: using the current device would open a context on it.
     """
     index: int | None = device.index
     if on_host(device) or index is None:
@@ -57,7 +59,7 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def indexed(device: torch.device) -> torch.device:
-    """The device with its number: that of the current one of this thread, where it has none."""
+    """The device with a number. If it has none, it gets the number of this thread's current device."""
     index: int | None = device.index
     if on_host(device) or index is not None:
         return device
@@ -65,7 +67,7 @@ def indexed(device: torch.device) -> torch.device:
 
 
 def generator_of(device: torch.device) -> torch.Generator | None:
-    """The default generator of a device, from which an op without a generator argument draws; None where torch has none."""
+    """The default generator of a device, from which ops draw if they get no generator argument; None if torch has none."""
     if on_host(device):
         return torch.default_generator
     module = torch.get_device_module(device)
@@ -75,6 +77,6 @@ def generator_of(device: torch.device) -> torch.Generator | None:
 
 
 def generator_of_call(args: tuple, kwargs: dict[str, Any], devices: Iterable[torch.device]) -> torch.Generator | None:
-    """The generator from which a random op draws that reads tensors on `devices`; None where torch has none."""
+    """The generator from which a random op draws if it reads tensors on `devices`; None if torch has none."""
     given = kwargs.get("generator") or next((a for a in args if isinstance(a, torch.Generator)), None)
     return given or generator_of(device_of_call(devices, kwargs))

@@ -1,8 +1,9 @@
-"""Which of several segments of CUDA's caching allocator serves a request that they could all serve: the allocator is asked.
+"""Find out which segment of CUDA's caching allocator serves a request if several could: the allocator itself is tried.
 
-Of free blocks of one size torch takes the one at the lowest address (2.11), or the one of the oldest segment (from 2.13 on); it
-does not tell how old a segment is. So all free blocks are taken, one of the same size is given back in each segment, and that
-size is requested as often as there are segments. Nothing is asked of the device, as a free block serves each request.
+Among free blocks of the same size, torch 2.11 takes the one at the lowest address, and torch 2.13 the one in the oldest
+segment. Torch does not tell how old a segment is. So all free blocks are allocated, then one block of the same size is freed in
+each segment, and that size is requested once per segment. The order of the answers is the order of the segments. The device is
+not asked for memory, because a free block serves each request.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from typing import Any
 import torch
 
 _SMALL_NBYTES = 1 << 20
-"""The largest request that the pool of small blocks serves. All blocks of the other pool are larger."""
+"""The largest request that is served from the pool of small blocks. All blocks of the other pool are larger."""
 
 Segment = Mapping[str, Any]
 
 
 class _UnexpectedError(Exception):
-    """A request was not served as the segments say: another thread uses the allocator, or its settings are unusual."""
+    """A request was not served as the segments predict: another thread uses the allocator, or its settings are unusual."""
 
 
 def in_order(segments: Sequence[Segment], device: int, stream: int) -> list[Segment]:
-    """Segments, of torch's snapshot, in the order in which they serve requests of a stream; by address where that is not known.
+    """The segments of torch's snapshot, in the order in which they serve requests of a stream; by address if that is not known.
 
-    Changes nothing but peaks of the allocator's statistics.
+    This changes nothing except the peaks in the allocator's statistics.
     """
     ranks: dict[int, int] = {}
     for small in (True, False):
@@ -39,13 +40,15 @@ def in_order(segments: Sequence[Segment], device: int, stream: int) -> list[Segm
 
 
 def _is_asked(segment: Segment, stream: int) -> bool:
-    """Of expandable segments there is one for each pool and stream; private pools serve nobody else."""
+    """Whether a segment takes part. Expandable segments do not, because each pool and stream has only one; private pools do
+    not, because they serve nobody else.
+    """
     own = tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)
     return own and segment["stream"] == stream and not segment.get("is_expandable")
 
 
 class _Free:
-    """The free blocks of one pool and stream. All of them are taken in the context, and given back at its end."""
+    """The free blocks of one pool and stream. Within the context all of them are allocated; at its end they are freed."""
 
     def __init__(self, pool: Sequence[Segment], small: bool, device: int, stream: int) -> None:
         self._pool = pool
@@ -67,7 +70,7 @@ class _Free:
             self._give_back(address)
 
     def order(self) -> list[int]:
-        """Addresses of the segments that hold something and have a free block, the first one to serve first."""
+        """Addresses of the segments that have both used and free blocks, in the order in which they serve requests."""
         segments = [s["address"] for s in self._pool if any(b["state"] == "active_allocated" for b in s["blocks"])]
         largest: dict[int, tuple[int, int]] = {}
         starts = sorted(s["address"] for s in self._pool)

@@ -1,4 +1,6 @@
-"""Plans: lives of tensors, lowered to a schedule, priced by a simulator, checked, kept in files."""
+"""Plans: lives of tensors, how they become a schedule, what a step by them costs, how they are checked, and how they are kept
+in files.
+"""
 
 from lightning_memopt.plan.allocator import Reserved, reserved
 from lightning_memopt.plan.files import plan_from_json, plan_to_json, read_plan, write_plan

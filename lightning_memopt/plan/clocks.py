@@ -1,9 +1,10 @@
-"""When copies and codecs of a planned step run, and what the step waits for: three clocks (compute, copy out, copy in).
+"""When the copies and codecs of a planned step run, and how long the step waits for them. There are three clocks: one for
+compute, one for copies out, one for copies in.
 
-Compute goes through the points in order: ops, segments. A copy out is queued where its tensor is parked, a copy in where the
-fetched life begins; each direction of a link carries one copy after the other. Compute waits at two places: where the bytes of
-a parked tensor must be freed and its copy has not ended, and where a fetched tensor is read before its copy has ended. Encoding
-and decoding take the device's own time. (Dymem, 3.2: one stream per direction and events instead of barriers.)
+The compute clock runs the ops and segments in the order of the points. A copy out is queued where its tensor is parked, a copy
+in where the fetched life begins. Each direction of a link carries one copy at a time. Compute waits in two cases: the bytes of
+a parked tensor must be freed but its copy has not ended, or a fetched tensor is read before its copy has ended. Encoding and
+decoding take compute time. (Dymem, 3.2: one stream per direction, and events instead of barriers.)
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from lightning_memopt.plan.model import Life
 
 
 class TransferRates(Protocol):
-    """Seconds of copies and codecs. `nbytes` of a copy are the copied bytes, of a codec the bytes of the decoded tensor."""
+    """Seconds that copies and codecs take. `nbytes` is what a copy copies; for a codec it is the size of the decoded tensor."""
 
     def out_seconds(self, tier: str, nbytes: int) -> float: ...
     def in_seconds(self, tier: str, nbytes: int) -> float: ...
@@ -41,7 +42,7 @@ class Transfers:
 class Interval(NamedTuple):
     """What one clock does for a while.
 
-    lane: the clock: compute, or one direction of the links.
+    lane: which clock this is: compute, or one direction of the links.
     what: the phase of an op that runs, or "rebuild", "encode", "decode"; "wait" where compute waits; "copy" on the links.
     begins, ends: seconds since the step began.
     op: id of the op; -1 where there is none.
@@ -57,7 +58,7 @@ class Interval(NamedTuple):
 
 
 def leaves_at(graph: Graph, tensor: int) -> int:
-    """The point after which a tensor may be parked: it has been packed, or made where autograd does not save it."""
+    """The point after which a tensor may be parked: autograd has packed it or, if autograd does not save it, its op has run."""
     first = min((s.op for s in graph.saves_of.get(tensor, ())), default=None)
     born = graph.tensors[tensor].born_at
     if first is None:
@@ -78,7 +79,7 @@ class _Clocks:
 
     @property
     def rates(self) -> TransferRates:
-        assert self._rates is not None, "a plan that parks tensors has a price at some rates only"
+        assert self._rates is not None, "a plan that parks tensors can only be priced with rates"
         return self._rates
 
     def runs(self, op: Op, what: str) -> None:
@@ -107,7 +108,7 @@ class _Clocks:
         self._until(self.gone_at.get(tensor, 0.0), tensor)
 
     def read(self, tensor: int, form: str) -> None:
-        """A tensor is read for the first time since it began to come back."""
+        """A tensor is read for the first time since its fetch began."""
         self._until(self.there_at.pop(tensor, 0.0), tensor)
         if codec := codec_of(form):
             self._code("decode", tensor, self.rates.decode_seconds(codec, self.graph.tensors[tensor].nbytes))
@@ -136,7 +137,7 @@ class _Clocks:
 def intervals(
     graph: Graph, lives: Iterable[Life], schedule: Schedule, rates: TransferRates | None
 ) -> tuple[list[Interval], Transfers]:
-    """What each clock does in a planned step, in the order of its begins, and its price. `rates` may be None for a plan that
+    """What each clock does in a planned step, sorted by begin, and what the step costs. `rates` may be None for a plan that
     parks nothing.
     """
     log: list[Interval] = []
@@ -144,7 +145,7 @@ def intervals(
 
 
 def transfers(graph: Graph, lives: Iterable[Life], schedule: Schedule, rates: TransferRates) -> Transfers:
-    """Copies, stalls and codecs of the parked tensors, for these rates and the ops' seconds in the graph."""
+    """What copies, stalls and codecs of the parked tensors cost, by these rates and by the seconds of the graph's ops."""
     lives = [life for life in lives if life.how == "fetch"]
     return _run(graph, lives, schedule, rates, None) if lives else Transfers()
 

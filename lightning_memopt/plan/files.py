@@ -1,8 +1,9 @@
-"""A plan file: the plan and the graph it was made for, as JSON that one can read, diff and share. Never pickle.
+"""A plan file: the plan and the graph it was made for, as JSON that people can read, diff and share. It is never a pickle.
 
-`{"format": "lightning_memopt.plan", "schema": 6, "plan": {...}, "graph": {...}}`, one array a line. The lives are
-columns, as in the graph. A file that is read gives a plan that may be obeyed: its graph is consistent, the fingerprint
-is that graph's, and the validator has carried out its lives and updates without a problem. Predictions are not checked.
+`{"format": "lightning_memopt.plan", "schema": 6, "plan": {...}, "graph": {...}}`, with one array per line. Lives are stored as
+columns, as tensors and ops of the graph are. A plan that was read may be carried out: its graph is consistent, its fingerprint
+belongs to that graph, and the validator has carried out its lives and updates without finding a problem. Predictions are not
+checked.
 """
 
 from __future__ import annotations
@@ -54,18 +55,18 @@ _OLD_NAMES: dict[int, dict[str, str]] = {
         "parked_nbytes": "away_nbytes",
     },
 }
-"""Older schema -> how its files call a field. The letters of `how` are the same in all schemas."""
+"""Older schema -> the names that its files use for fields. The letters of `how` are the same in all schemas."""
 _SINCE = {"updates": 5, "update_seconds": 5, "regions": 6, "addresses": 6}
 """Field -> the first schema whose files have it."""
 
 
 def plan_to_json(plan: Plan, graph: Graph) -> dict[str, Any]:
-    """The content of a plan file, in a fixed order of keys, not checked."""
+    """The content of a plan file, with keys in a fixed order. The plan is not checked."""
     return {"format": FORMAT, "schema": SCHEMA, "plan": fields_of(plan), "graph": graph_to_json(graph)}
 
 
 def fields_of(plan: Plan) -> dict[str, Any]:
-    """The plan alone, as a plan file has it."""
+    """The plan without its graph, as it stands in a plan file."""
     fields: dict[str, Any] = {key: getattr(plan, key) for key in _PLAN}
     fields["predicted"] = {key: getattr(plan.predicted, key) for key in _PREDICTED}
     fields["lives"] = _columns(plan.lives)
@@ -94,7 +95,9 @@ def _columns(lives: tuple[Life, ...]) -> dict[str, Any]:
 
 
 def plan_from_json(obj: object) -> tuple[Plan, Graph]:
-    """The plan and the graph of a plan file's content. Raises PlanFileError with field and index, or the reason."""
+    """Read the plan and the graph from the content of a plan file. Raises PlanFileError, which names the field and index, or
+    the reason.
+    """
     if not isinstance(obj, dict) or obj.get("format") != FORMAT:
         shown = repr(obj.get("format"))[:80] if isinstance(obj, dict) else type(obj).__name__
         raise PlanFileError(f'"format" is {shown}, not "{FORMAT}": this is not a plan file; give the path of one')
@@ -105,8 +108,8 @@ def plan_from_json(obj: object) -> tuple[Plan, Graph]:
     plan = _plan(fields, graph, schema)
     if schema < _SINCE["updates"] and _updates_early(graph):
         raise PlanFileError(
-            f"the file is of schema {schema}, which does not say which parameters a plan updates in backward, and "
-            "its step updates some; make the file again"
+            f"the file has schema {schema}, which does not say which parameters the plan updates in backward, but "
+            "its step does update some there; make the file again"
         )
     actual = fingerprint(graph)
     if plan.fingerprint != actual:
@@ -125,7 +128,7 @@ def plan_from_json(obj: object) -> tuple[Plan, Graph]:
 
 
 def plan_of_fields(obj: object, graph: Graph) -> Plan:
-    """The plan that `fields_of` wrote down, for this graph. It is not carried out to check it. Raises PlanFileError."""
+    """Read a plan for this graph from what `fields_of` wrote, without carrying it out to check it. Raises PlanFileError."""
     return _plan(Fields(obj, "plan", _PLAN), graph, SCHEMA)
 
 
@@ -174,7 +177,7 @@ def _plan(fields: Fields, graph: Graph, schema: int) -> Plan:
 
 
 def _read_lives(columns: Fields, last_tensor: int = MOST, last_point: int = MOST) -> tuple[Life, ...]:
-    """The lives of a table, each of which ends after it begins."""
+    """Read the lives of a table, and check that each one ends after it begins."""
     tensors = columns.ints("tensor", None, 0, last_tensor)
     born = columns.ints("born_at", len(tensors), BEFORE, last_point)
     freed = columns.ints("freed_at", len(tensors), 0, last_point)
@@ -208,7 +211,9 @@ def _lives(fields: Fields, graph: Graph) -> tuple[Life, ...]:
 
 
 def _regions(fields: Fields) -> Iterator[RegionPlan]:
-    """Their graphs are not in the file: what a region's lives say is checked when a region with this key is compiled."""
+    """The file does not have the graphs of regions, so the lives of a region are checked when a region with its key is
+    compiled.
+    """
     for i, each in enumerate(fields.objects("regions")):
         region = Fields(each, f"plan.regions[{i}]", _REGION)
         yield RegionPlan(
@@ -228,7 +233,7 @@ def _region_lives(region: Fields) -> tuple[Life, ...]:
     lives = _read_lives(columns)
     for i, life in enumerate(lives):
         if life.how == "fetch":
-            columns.refuse("how", i, "a compiled region parks nothing")
+            columns.refuse("how", i, "a compiled region cannot park tensors")
     return lives
 
 
@@ -247,7 +252,7 @@ def _addresses(fields: Fields) -> Addresses:
 
 def write_plan(path: str | os.PathLike[str], plan: Plan, graph: Graph) -> None:
     """Write a plan file, whole or not at all. Raises PlanFileError for a plan that `read_plan` would refuse."""
-    with jsonio.writing(path):  # what `parse` refuses, too
+    with jsonio.writing(path):  # raises for what `parse` refuses, too
         data = (_lines(plan_to_json(plan, graph)) + "\n").encode("ascii")
         plan_from_json(jsonio.parse(data, name="what would be written"))
         # not `jsonio.write`, which writes one number per line or everything on one line
@@ -264,7 +269,7 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[Plan, Graph]:
 
 
 def _lines(value: object, depth: int = 0) -> str:
-    """JSON with every object's fields on lines of their own, and every array on one."""
+    """JSON with each field of an object on its own line, and each array on one line."""
     if not isinstance(value, dict):
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
     indent = " " * (depth + 1)

@@ -1,8 +1,8 @@
-"""Turn lives into a schedule: the only definition of what a plan means.
+"""Turn the lives of a plan into a schedule. This is the only definition of what lives mean.
 
 At an unpack point where lives begin, the ops that make those tensors run again, starting from tensors that are in memory there.
-A tensor that is made on the way and has no life of its own is freed after its last use within the segment. An op that mutates
-runs on its input itself when nothing needs that input any more, and on a copy otherwise. Fetches begin before any op of the
+A tensor that is made on the way and has no life of its own is freed after its last use within the segment. An op that works in
+place runs on its input itself if nothing needs that input any more, and else on a copy. Fetches begin before any op of the
 segment runs, in the order in which the tensors are read, because a link carries one copy after the other.
 """
 
@@ -18,7 +18,7 @@ from lightning_memopt.plan.model import Life
 
 
 class LoweringError(MemOptError, ValueError):
-    """The lives ask for a tensor that cannot be made at that point.
+    """The lives need a tensor at a point where it cannot be made.
 
     Remedy: make the plan again.
     """
@@ -29,7 +29,7 @@ class Rebuild:
     """Run a forward op again.
 
     op: id of the op.
-    clones: inputs that the op mutates and that are still needed: it runs on copies of them.
+    clones: inputs that the op overwrites although they are still needed: the op runs on copies of them.
     """
 
     op: int
@@ -72,15 +72,14 @@ class Schedule:
 
     @property
     def runs(self) -> list[int]:
-        """The ops that run again, in order: one that does so twice is in it twice."""
+        """The ops that run again, in order. An op that runs twice is listed twice."""
         return [step.op for steps in self.segments.values() for step in steps if isinstance(step, Rebuild)]
 
 
 class Residency:
-    """Tells which tensors a rebuild may start from at a point: those that a life holds, and those from before the step.
-
-    A tensor that only user code holds does not count, because user code may change it unnoticed. A windowed one counts in its
-    windows.
+    """Tells which tensors a rebuild may start from at a point: those that a life holds, and those that existed before the step.
+    A tensor that only user code holds does not count, because user code may change it unnoticed. A windowed tensor counts only
+    within its windows.
     """
 
     def __init__(self, graph: Graph, lives: Iterable[Life]) -> None:
@@ -94,7 +93,7 @@ class Residency:
         t = self.graph.tensors[tensor]
         if t.born_at == BEFORE and t.freed_at >= point and (not t.windows or t.there(point)):
             return True
-        for life in self.lives.get(tensor, ()):  # no generator: a planner asks a million times
+        for life in self.lives.get(tensor, ()):  # a loop is faster than a generator: planners call this a million times
             if (
                 life.born_at <= point <= life.freed_at
                 and not (life.how == "rebuild" and life.born_at == point)
@@ -105,7 +104,9 @@ class Residency:
 
 
 def segment(graph: Graph, point: int, births: Iterable[int], resident: Residency) -> Segment:
-    """Steps that bring the tensors `births` into memory at `point`, ops in forward order. Raises LoweringError."""
+    """The steps that bring the tensors `births` into memory at `point`, with ops in the order of the forward. Raises
+    LoweringError.
+    """
     targets = {t for t in births if not resident(t, point)}
     ops: dict[int, None] = {}
     wanted = list(targets)
@@ -148,7 +149,7 @@ def segment(graph: Graph, point: int, births: Iterable[int], resident: Residency
 
 
 def _reads(graph: Graph, segments: dict[int, Segment]) -> dict[int, list[int]]:
-    """Tensor -> the points at which autograd asks for it or a segment reads it, rising."""
+    """Tensor -> the points at which autograd asks for it or a segment reads it, in rising order."""
     reads: dict[int, list[int]] = {}
     for save in graph.saves:
         reads.setdefault(save.tensor, []).extend(save.unpacked_at)
@@ -161,7 +162,7 @@ def _reads(graph: Graph, segments: dict[int, Segment]) -> dict[int, list[int]]:
 
 
 def lower(graph: Graph, lives: Iterable[Life]) -> Schedule:
-    """The schedule of a set of lives. Raises LoweringError where a life cannot begin."""
+    """The schedule for a set of lives. Raises LoweringError if a life cannot begin at its point."""
     lives = tuple(lives)
     resident = Residency(graph, lives)
     births: dict[int, list[int]] = {}
@@ -185,6 +186,6 @@ def lower(graph: Graph, lives: Iterable[Life]) -> Schedule:
             segments[p] = (*map(Fetch, coming), *segments[p])
     for p in segments:
         if graph.points[p].kind != "unpack" or graph.asked_at(p) not in graph.producers:
-            raise LoweringError(f"lives begin at point {p}, where autograd asks for nothing that an op of the step made")
+            raise LoweringError(f"lives begin at point {p}, but autograd asks there for no tensor that an op of the step made")
     rebuilt = {step.op: p for p, steps in segments.items() for step in steps if isinstance(step, Rebuild)}
     return Schedule(frozenset(holds), segments, {p: tuple(ts) for p, ts in frees.items()}, rebuilt, parked)

@@ -1,5 +1,5 @@
-"""The machine that a plan is made for, as one frozen value: how its allocator works and what it has reserved, and the seconds
-that the engine's own work takes. A planner is given it; nothing about a machine is kept in globals.
+"""The machine that a plan is made for, as one frozen value: how its allocator works, what that has reserved, and the seconds
+that the engine's own work takes. Planners get it as an argument; no global keeps facts about a machine.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from lightning_memopt.plan.updates import updated
 class Overhead:
     """Seconds of the engine's own work in a step.
 
-    of: gives them for the lives of a plan.
-    rebuilt_op: about so many of them are due to each op that runs again. A search changes a plan a thousand times and has no
-        time for `of`; it adds these to the seconds of each op.
+    of: a function that gives these seconds for the lives of a plan.
+    rebuilt_op: an estimate of the engine's seconds for one op that runs again. A search changes a plan a thousand times and
+        cannot afford `of`; it adds this estimate to the seconds of each op instead.
     """
 
     of: Callable[[tuple[Life, ...]], float]
     rebuilt_op: float = 0.0
 
     def added_to(self, graph: Graph) -> Graph:
-        """The graph with these seconds in those of its ops."""
+        """The graph with the estimate added to the seconds of its ops."""
         if not self.rebuilt_op:
             return graph
         return replace(graph, ops=tuple(replace(op, seconds=op.seconds + self.rebuilt_op) for op in graph.ops))
@@ -42,13 +42,14 @@ FREE = Overhead(lambda _: 0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a plan depends on beside its graph and its budget.
+    """What a plan depends on, in addition to its graph and its budget.
 
-    allocator: how the device's allocator rounds and splits; from the environment of the process where nobody has asked it.
-    beginning: what that allocator has reserved when planned steps begin; None: a history of steps is simulated instead.
-    overhead: the engine's own work in steps of the graph that is planned for.
-    update_seconds: seconds that an update of one parameter in backward takes longer than its share of an update of all. 0: all
-        parameters are updated early that may be.
+    allocator: how the device's allocator rounds and splits; read from the environment of the process if the allocator itself
+        was not asked.
+    beginning: what that allocator has reserved when planned steps begin. If None, a history of steps is simulated instead.
+    overhead: the engine's own work in steps of the graph.
+    update_seconds: how many seconds longer it takes to update one parameter in backward than to update it together with all
+        others. If 0, all parameters that may be updated early are.
     """
 
     allocator: Settings = field(default_factory=Settings.from_environment)
@@ -57,11 +58,13 @@ class Machine:
     update_seconds: float = 0.0
 
     def usual_step(self, graph: Graph) -> Graph:
-        """The step of this graph without a plan: early updates are a part of it only where no plan decides about them."""
+        """The step of this graph without a plan. It has early updates only if plans do not decide about them."""
         return updated(graph, ()) if self.update_seconds else graph
 
     def reserve(self, graph: Graph) -> Callable[[tuple[Life, ...]], int] | None:
-        """The reserved peak of a plan of this graph by its lives; None where nothing is reserved on its device."""
+        """A function from the lives of a plan of this graph to its reserved peak; None if the device's allocator reserves
+        nothing.
+        """
         return partial(self._reserved_nbytes, graph) if kind_of(graph.device).has_segments else None
 
     def _reserved_nbytes(self, graph: Graph, lives: tuple[Life, ...]) -> int:

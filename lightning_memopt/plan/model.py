@@ -1,8 +1,8 @@
 """The plan of a step: the lives of every saved tensor, the parameters that are updated early, and their predicted cost.
 
-A tensor that is dropped and rebuilt is in memory several times. So a plan does not hold one decision per tensor, but the
-tensor's *lives*: disjoint intervals on the graph's axis of points, each with the way in which the bytes come into being. All
-else (which ops run again, in which order, what is freed when) follows from the lives; `lower` defines how.
+A tensor that is dropped and rebuilt is in memory several times. So a plan does not have one decision per tensor. It has the
+tensor's *lives*: disjoint intervals on the graph's axis of points, each with the way in which the bytes come into being.
+Everything else follows from the lives: which ops run again, in which order, and what is freed when. `lower` defines how.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Literal
 
 How = Literal["original", "rebuild", "fetch"]
 Objective = Literal["throughput", "flops"]
-"""The frontier trades bytes for extra seconds ("throughput") or for extra FLOPs ("flops"): of equal ones, the fastest.
+"""What the frontier trades bytes for: extra seconds ("throughput") or extra FLOPs ("flops"). Among plans with equal FLOPs, the
+fastest wins.
 
-Plans for the fewest FLOPs depend on measured times only for ties: they are better where measured times mean little.
+Plans with the fewest FLOPs use measured times only to break ties, so they are better where measured times mean little.
 """
 
 
@@ -27,8 +28,9 @@ class Life:
     born_at: the first point of the interval.
     freed_at: the last point of the interval.
     how: how the bytes come into being. `original`: the user's forward makes the tensor, and the plan holds it beyond the point
-        at which user code lets go of it. `rebuild`: recorded ops make it again at the unpack point `born_at`. `fetch`: it is
-        parked since its life before this one, and its copy or decoding back begins at the unpack point `born_at`.
+        at which user code lets go of it. `rebuild`: recorded ops make it again at the unpack point `born_at`. `fetch`: the
+        tensor has been parked since its previous life, and the copy back, or the decoding, begins at the unpack point
+        `born_at`.
     form: the form in which a fetched tensor was parked (plan/forms.py); "" for the others.
     parked_nbytes: bytes that a fetched tensor took in that form; 0 for the others.
     """
@@ -50,14 +52,15 @@ class Prediction:
     extra_flops: FLOPs of the ops that run again.
     rebuilt_nbytes: bytes that these ops make.
     rebuilt_ops: how many ops run again; an op that runs twice counts twice.
-    overhead_seconds: seconds of recording and rebuilding themselves on the measured machine; 0 where none was measured.
-    reserved_nbytes: the most bytes that the device's allocator reserves; 0 where nothing is reserved (on the CPU).
+    overhead_seconds: seconds of the engine's own work in recording and rebuilding, as measured on the machine; 0 if not
+        measured.
+    reserved_nbytes: the most bytes that the device's allocator reserves; 0 if it reserves nothing (on the CPU).
     moved_nbytes: bytes copied over links, both ways.
     copy_seconds: seconds of these copies.
     stall_seconds: seconds in which the step waits for a copy.
     codec_seconds: seconds of encoding and decoding.
     tier_nbytes: the most bytes that are in tiers at once.
-    update_seconds: seconds that updates of single parameters in backward take beyond one update of all.
+    update_seconds: how many seconds longer it takes to update single parameters in backward than to update all at once.
     """
 
     peak_nbytes: int
@@ -95,14 +98,14 @@ class Prediction:
 class RegionPlan:
     """The part of a plan that is about one compiled region.
 
-    key: identifies its joint graph of forward and backward.
-    lives: of the tensors of that graph; None where the region runs as torch splits it.
-    calls: how often a forward calls it.
-    flops: of its ops, each run once.
-    extra_flops: of ops that run again.
-    rebuilt_ops: how many run again.
-    saved_nbytes: what a call leaves for its backward, as modelled.
-    peak_nbytes: the most that it takes while it runs, as modelled.
+    key: identifies the joint graph of its forward and backward.
+    lives: the lives of the tensors of that graph; None if the region runs as torch splits it.
+    calls: how often a forward calls the region.
+    flops: FLOPs of its ops if each runs once.
+    extra_flops: FLOPs of the ops that run again.
+    rebuilt_ops: how many ops run again.
+    saved_nbytes: the bytes that a call keeps for its backward, as modelled.
+    peak_nbytes: the most bytes that it takes while it runs, as modelled.
     """
 
     key: str
@@ -117,15 +120,15 @@ class RegionPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Addresses:
-    """The part of a plan that is about addresses: of the requests of a step, in one arena that serves step after step.
+    """The addresses that a plan gives to the requests of a step, in one arena that serves every step.
 
-    nbytes: of every request of the step, in their order.
-    offsets: of every request, bytes from the beginning of the arena; None: the ordinary allocator serves it.
-    until: of every request, the number of the request after its end, which may be one of the next step; 0 where it has no
-        address. It ends before that one begins.
+    nbytes: the bytes of each request of the step, in order.
+    offsets: for each request, the bytes from the beginning of the arena; None if the ordinary allocator serves it.
+    until: for each request, the number of the first request after its memory is freed, which may be in the next step; 0 if it
+        has no address.
     arena_nbytes: bytes that the arena needs.
-    needed_nbytes: bytes of the arena and of all that was beside it when it was planned: a budget must have room for them.
-    max_live_nbytes: the most planned bytes that are live at one moment, rounded up as addresses are: no arena is smaller.
+    needed_nbytes: bytes of the arena and of all other memory when it was planned. A budget must have room for them.
+    max_live_nbytes: the most planned bytes that are live at one moment, rounded up as addresses are. No arena can be smaller.
     """
 
     nbytes: tuple[int, ...] = field(repr=False)
@@ -151,18 +154,20 @@ class Plan:
     """Every decision for the steps of one graph, made for one budget.
 
     fingerprint: identifies the graph (`graph.fingerprint`).
-    lives: of every tensor that autograd saves and of tensors held to rebuild them, sorted by (tensor, born_at).
-    updates: ids of the parameters that are updated in backward, in their order; the others, and their gradients, wait for the
-        update after it.
-    regions: the compiled regions of the step, which are stages of its graph, with what was decided for each.
-    addresses: of the requests of a step; None without a planned pool, and until a step by this plan has shown its requests.
+    lives: the lives of all tensors that autograd saves, and of tensors that are held to rebuild them, sorted by (tensor,
+        born_at).
+    updates: ids of the parameters that are updated in backward, in the order of their updates. The others keep their gradients
+        until the update after backward.
+    regions: what was decided for each compiled region of the step. A region is a stage of the graph.
+    addresses: the addresses of a step's requests; None without a planned pool, and until a step by this plan has shown its
+        requests.
     solver: name of the solver that found the plan.
     budget_nbytes: the budget that the plan was made for.
     predicted: the predicted cost.
     unmodified_peak_nbytes: the predicted peak of the step without a plan.
     step_seconds: seconds of the unmodified step, as observed.
-    lower_bound_seconds: no plan within the budget that only rebuilds takes fewer extra seconds; where this one parks, none that
-        rebuilds and parks.
+    lower_bound_seconds: no plan within the budget that only rebuilds takes fewer extra seconds than this. If this plan parks,
+        the same holds for all plans that rebuild and park.
     solve_seconds: how long solving took.
     """
 
@@ -194,7 +199,7 @@ class Plan:
 
 
 def regions_text(regions: Sequence[RegionPlan]) -> str:
-    """How many compiled regions run ops again, and how many of their FLOPs."""
+    """A text: how many compiled regions run ops again, and which share of all FLOPs that is."""
     planned = [region for region in regions if region.lives is not None]
     text = f"{len(planned)} of {len(regions)} compiled regions run ops again"
     if not planned:

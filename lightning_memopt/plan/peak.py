@@ -1,6 +1,6 @@
-"""The bytes in memory in a planned step, by purpose (`stacks`), and at its peak by layer, too (`at_peak`).
+"""The bytes in memory in a planned step by purpose (`stacks`), and those at its peak also by layer (`at_peak`).
 
-They add up to the simulator's figures, to the byte. Source: Echo (ISCA 2020), section III-B and figures 4, 16, 21, 23: *by
+They add up exactly to the simulator's figures. Source: Echo (ISCA 2020), section III-B and figures 4, 16, 21, 23: *by
 layer types* and *by data structures*.
 """
 
@@ -34,8 +34,8 @@ STRUCTURES = (
 """The purposes of bytes. `feature maps`: held because autograd saves them. `held to rebuild`: autograd does not save them, but
 rebuilds start from them. `rebuilt`: made again by ops. `fetched`: parked before, and in memory again. `encoded`: in the form
 of a codec. `in use`: user code, or the step itself, holds them at that moment.
-`gradients`: those of parameters; what else backward makes is in use. `outside the step`: there before the step and no part of
-it: the data set, another model.
+`gradients`: those of parameters; all other tensors that backward makes are `in use`. `outside the step`: memory that was there
+before the step and is not part of it, such as the data set or another model.
 """
 _KINDS = {
     "parameter": "weights",
@@ -66,20 +66,20 @@ class Breakdown:
 
 
 def layer_of(scope: str) -> str:
-    """A module's path, alike for all repetitions of a block: `h.3.mlp#1` is `h.*.mlp`."""
+    """A module's path without numbers, so that all repetitions of a block have the same: `h.3.mlp#1` becomes `h.*.mlp`."""
     path = scope.partition("#")[0].split(".")
     return ".".join("*" if part.isdigit() else part for part in path) or "the model itself"
 
 
 def layer_name(graph: Graph, tensor: Tensor, layer: LayerOf) -> str:
-    """The layer that a tensor belongs to; where it has none, what it is, or the phase that made it."""
+    """The layer that a tensor belongs to. If it has none: what the tensor is, or the phase that made it."""
     if tensor.born_at == BEFORE:
         path = tensor.name.removesuffix(".grad")
         named = tensor.kind in ("parameter", "buffer", "gradient")
         return layer(path.rpartition(".")[0]) if named else tensor.name
     op = graph.producers.get(tensor.id)
     if op is None:
-        return tensor.name  # of what is not recorded
+        return tensor.name  # memory that was not recorded has its name as layer
     return layer(op.scope) if op.phase == "forward" else op.phase
 
 
@@ -88,9 +88,9 @@ class Part(NamedTuple):
 
     of: the tensor, or the scope of the op.
     structure: one of `STRUCTURES`.
-    nbytes: its bytes.
+    nbytes: how many bytes.
     first, last: the points of the interval.
-    born: whether a segment at the point `first` makes them, so that they are not there while it runs.
+    born: whether a segment at the point `first` makes the bytes, so that they are not there yet while it runs.
     """
 
     of: Tensor | str
@@ -102,7 +102,7 @@ class Part(NamedTuple):
 
 
 def parts(graph: Graph, lives: Sequence[Life], schedule: Schedule) -> Iterator[Part]:
-    """All that is in memory in a planned step, without what segments make on the way."""
+    """Everything in memory in a planned step, except what segments make and free again."""
     gradients = _gradients(graph)
     for t in graph.tensors:
         for first, last in t.spans:
@@ -127,7 +127,7 @@ def parts(graph: Graph, lives: Sequence[Life], schedule: Schedule) -> Iterator[P
 
 
 def _gradients(graph: Graph) -> set[int]:
-    """The storages of the parameters' gradients: an update reads them, or they outlive backward."""
+    """The storages of the parameters' gradients: those that an update reads, or that outlive backward."""
     backward = max((op.at for op in graph.ops if op.phase == "backward"), default=BEFORE)
     outlives = min(max(backward, graph.last_release) + 1, len(graph.points) - 1)
     read = {t for op in graph.ops if op.phase == "update" for t in op.inputs}
@@ -136,7 +136,7 @@ def _gradients(graph: Graph) -> set[int]:
 
 
 def _used(graph: Graph, t: Tensor, first: int, last: int, is_gradient: bool) -> Iterator[Part]:
-    """The interval of a tensor that is in memory without any plan. `is_gradient`: it is that of a parameter."""
+    """The interval during which a tensor is in memory without any plan. `is_gradient`: it is the gradient of a parameter."""
     if t.born_at == BEFORE:
         yield Part(t, _KINDS.get(t.kind, "outside the step"), t.nbytes, first, last)
     elif t.kind == "gradient":
@@ -170,7 +170,9 @@ def at_peak(graph: Graph, lives: Iterable[Life], layer: LayerOf = layer_of) -> B
 
 
 def stacks(graph: Graph, lives: Iterable[Life]) -> dict[str, list[int]]:
-    """Structure -> bytes at every point of a planned step, at the worst moment within it: they add up to `simulate`'s."""
+    """Structure -> bytes at every point of a planned step, at the worst moment within the point. They add up to those of
+    `simulate`.
+    """
     lives = tuple(lives)
     schedule, n = lower(graph, lives), len(graph.points)
     levels = {structure: Levels(n) for structure in STRUCTURES}
@@ -190,7 +192,7 @@ def stacks(graph: Graph, lives: Iterable[Life]) -> dict[str, list[int]]:
 
 
 def _in_segment(graph: Graph, schedule: Schedule, point: int) -> list[Part]:
-    """The parts that the segment at a point has made and not freed, at its worst moment."""
+    """What the segment at a point has made and not yet freed at its worst moment."""
     there: Counter[int] = Counter()
     now = most = 0
     worst: Counter[int] = Counter()

@@ -1,8 +1,8 @@
-"""How fast bytes move and ops run on a machine: measured (`trace/link.py`), or from a profile that comes with the package.
+"""How fast bytes move and ops run on a machine. Rates are measured (`trace/link.py`), or come from a profile of the package.
 
-A copy of n bytes takes `latency + n / rate`, a codec `n / rate` for n decoded bytes, an op of a recorded trace on another card
-`max(flops / rate, bytes / bandwidth) + launch` (the roofline). Rates are bytes and FLOPs per second; `sources` says where each
-number comes from.
+A copy of n bytes takes `latency + n / rate`. A codec takes `n / rate` for n decoded bytes. An op takes `max(flops / rate, bytes
+/ bandwidth) + launch` on a card other than the one where it was recorded (the roofline model). Rates are in bytes and FLOPs per
+second; `sources` says where each number comes from.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class Coding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A card: what ops of a trace that was recorded elsewhere would take on it. `flops_per_second` is by dtype ("float32")."""
+    """A card, as far as it is needed to estimate how long ops recorded elsewhere take on it. `flops_per_second` is by dtype
+    ("float32").
+    """
 
     nbytes: int
     flops_per_second: Mapping[str, float]
@@ -54,7 +56,9 @@ class Device:
     launch_seconds: float = 0.0
 
     def op_seconds(self, flops: int, nbytes: int, dtype: str = "float32") -> float:
-        """Of an op that does `flops` and moves `nbytes` of the card's memory. Raises ConfigError for dtypes without a rate."""
+        """Seconds of an op that does `flops` and moves `nbytes` of the card's memory. Raises ConfigError for a dtype without a
+        rate.
+        """
         rate = self.flops_per_second.get(dtype)
         if rate is None:
             raise ConfigError(
@@ -65,7 +69,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineRates:
-    """Links by tier, codecs by name or family ("block" stands for "block4" to "block16"), and the card, where it is known."""
+    """Links by tier, codecs by name or family ("block" stands for "block4" to "block16"), and the card if it is known."""
 
     name: str
     links: Mapping[str, Link] = field(default_factory=dict)
@@ -95,7 +99,7 @@ class MachineRates:
     def _link(self, tier: str) -> Link:
         if tier not in self.links:
             known = ", ".join(self.links) or "none"
-            raise ConfigError(f"the rates {self.name!r} have no link to a {tier} tier, only to: {known}; measure it")
+            raise ConfigError(f"the rates {self.name!r} have no link to the tier {tier!r}, only to: {known}; measure it")
         return self.links[tier]
 
     def _coding(self, codec: str) -> Coding:
@@ -113,7 +117,7 @@ class MachineRates:
         """Raises PlanFileError with the field, and the reason."""
         if not isinstance(obj, dict) or obj.get("format") != FORMAT:
             shown = repr(obj.get("format"))[:80] if isinstance(obj, dict) else type(obj).__name__
-            raise PlanFileError(f'"format" is {shown}, not "{FORMAT}": this is no file of rates; give the path of one')
+            raise PlanFileError(f'"format" is {shown}, not "{FORMAT}": this is not a file of rates; give the path of one')
         top = Fields(obj, "rates", _FIELDS, (SCHEMA,))
         return cls(
             name=top.string("name"),
@@ -124,7 +128,7 @@ class MachineRates:
         )
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write a file that `read` reads, whole or not at all. Raises PlanFileError."""
+        """Write a file that `read` can read. It is written whole or not at all. Raises PlanFileError."""
         obj = self.to_json()
         self.from_json(obj)
         jsonio.write(path, obj, indent=1)
@@ -145,7 +149,7 @@ def profiles() -> tuple[str, ...]:
 
 
 def profile(name: str) -> MachineRates:
-    """A profile that comes with the package. Raises ConfigError for other names."""
+    """A profile that comes with the package. Raises ConfigError for an unknown name."""
     if name not in profiles():
         raise ConfigError(f"there is no profile {name!r}; use one of {', '.join(profiles())}")
     return MachineRates.read(PROFILES / f"{name}.json")

@@ -1,8 +1,9 @@
-"""What backward needs of what was saved for it: all values, their sign, or a size; and who may be given lossy values.
+"""What a backward op needs of the tensors that were saved for it: all values, only their sign, or only a size; and which
+backward ops may be given lossy values.
 
-Keys are (name of the backward op, name of its argument), as torch's schemas have them. Every claim of `NEEDS` is run
-against torch with decoded and with garbage values (tests/cpu/parking/test_codecs_readers.py). What is not listed needs its
-values, and needs them exact.
+Keys are (name of the backward op, name of its argument), as in torch's schemas. The tests run every claim of `NEEDS` against
+torch, with decoded and with garbage values (tests/cpu/parking/test_codecs_readers.py). An argument that is not listed needs all
+its values, exactly.
 """
 
 from __future__ import annotations
@@ -49,10 +50,11 @@ LOSSY: dict[tuple[str, str], str] = {
     ("bmm", "self"): "the same, for weights of several experts or groups",
     ("bmm", "mat2"): "the same, transposed",
 }
-"""Where an error stays in the gradient of one weight: linear, averaged over the batch, and passed on to no other layer.
-That holds where the product is the gradient of a parameter, and the other factor is a gradient that comes in. A product of
-two activations (attention without the fused kernel) passes it on: the caller must know that one factor of the *forward* op
-was a parameter."""
+"""Where an error stays within the gradient of one weight: it enters linearly, is averaged over the batch, and no other layer
+sees it. This holds if the product is the gradient of a parameter and the other factor is an incoming gradient. A product of two
+activations (attention without the fused kernel) passes the error on, so the caller must know that one factor of the *forward*
+op was a parameter.
+"""
 
 EXACT: dict[str, str] = {
     "native_batch_norm_backward": "subtracts the saved mean: with a large mean, the error is all that is left",
@@ -95,7 +97,7 @@ EXACT: dict[str, str] = {
     "_cudnn_rnn_backward": "errors add up from step to step",
     "mkldnn_rnn_layer_backward": "errors add up from step to step",
 }
-"""Why these are not in `LOSSY`: the ones a reader would look for."""
+"""Ops that one might expect in `LOSSY`, and why they are not."""
 
 
 def short(op: str) -> str:
@@ -105,11 +107,11 @@ def short(op: str) -> str:
 
 
 def need(op: str, argument: str, *, threshold: float = 0.0) -> Need:
-    """What a backward op needs of a saved tensor that it is given as `argument`. `threshold`: threshold_backward's."""
+    """What a backward op needs of a saved tensor that it gets as `argument`. `threshold`: the one of `threshold_backward`."""
     needed = NEEDS.get((short(op), argument), "value")
     return "value" if needed == "sign" and threshold != 0.0 else needed
 
 
 def lossy(op: str, argument: str) -> bool:
-    """Whether a backward op may be given lossy values as `argument`, where its result is a parameter's gradient (`LOSSY`)."""
+    """Whether a backward op may get lossy values as `argument` if its result is the gradient of a parameter (`LOSSY`)."""
     return (short(op), argument) in LOSSY

@@ -36,8 +36,8 @@ class Timeline:
 class SegmentCost(NamedTuple):
     """What a segment costs.
 
-    rise_nbytes: the most bytes at once above those at its begin. Lives that begin at its point are part of them.
-    seconds, flops: of its ops.
+    rise_nbytes: by how many bytes memory rises at most while it runs, lives that begin at its point included.
+    seconds, flops: the seconds and FLOPs of its ops.
     made_nbytes: bytes that its ops make, copies included.
     ops: how many ops it runs.
     """
@@ -51,7 +51,7 @@ class SegmentCost(NamedTuple):
 
 @lru_cache(maxsize=4)
 def fixed_levels(graph: Graph) -> list[int]:
-    """Bytes at every point that no plan changes, workspaces included."""
+    """The bytes at every point that no plan changes, workspaces included."""
     return list(map(add, base_levels(graph), workspaces(graph)))
 
 
@@ -66,7 +66,9 @@ def _made(graph: Graph) -> list[int]:
 
 
 def added_by(graph: Graph, life: Life) -> tuple[int, int, int]:
-    """(first point, last point, bytes) of what a life adds to `fixed_levels`: they have the tensor until user code frees it."""
+    """What a life adds to `fixed_levels`, as (first point, last point, bytes). The fixed levels have the tensor until user code
+    frees it.
+    """
     t = graph.tensors[life.tensor]
     return max(life.born_at, t.freed_at + 1) if life.how == "original" else life.born_at, life.freed_at, t.nbytes
 
@@ -102,7 +104,7 @@ def simulate(
     rates: TransferRates | None = None,
 ) -> Timeline:
     """Price the schedule of `lives`. An op that runs again takes its seconds of the forward. Copies and codecs take the seconds
-    that `rates` say, and none without `rates`: bytes on the device do not depend on any rate.
+    that `rates` give, and no time without `rates`. The bytes on the device do not depend on rates.
 
     `window` (first and last point) restricts the simulation to a part of the axis; `Timeline.nbytes` then starts at its first
     point, and only segments inside it count.
@@ -153,23 +155,24 @@ def simulate(
 
 
 def states(graph: Graph, schedule: Schedule) -> Iterator[Op]:
-    """The ops that run again and whose generator states the device keeps for that, as long as autograd holds anything. Torch
-    keeps those of an accelerator's generator on the host.
+    """The ops that run again and for which the device keeps a generator state as long as autograd holds anything. Torch keeps
+    the states of an accelerator's generator on the host.
     """
     if kind_of(graph.device).is_host:
         yield from (graph.ops[op] for op in schedule.rebuilt if graph.ops[op].state_nbytes)
 
 
 def first_read(graph: Graph, life: Life) -> int:
-    """The point at which autograd first asks for the tensor in this life, or the life's first point where it does not ask."""
+    """The point at which autograd first asks for the tensor in this life; the life's first point if it never asks."""
     return next((at for at, _ in graph.reads(life.tensor) if at >= life.born_at), life.born_at)
 
 
 def encoded(graph: Graph, lives: Iterable[Life]) -> Iterator[tuple[int, int, int, int]]:
     """(tensor, first point, last point, bytes) of every encoded tensor on the device.
 
-    A tensor that is encoded without a tier is there from its encoding until it is decoded. In a tier, it is there only on the
-    way: out until the original bytes are freed, and in from the first point of the fetched life until it is read.
+    A tensor that is encoded without a tier stays on the device from its encoding until it is decoded. If the encoded bytes go
+    to a tier, they are on the device only in transit: out, until the original bytes are freed, and in, from the first point of
+    the fetched life until it is read.
     """
     before: dict[int, Life] = {}
     spans: dict[int, tuple[int, int, int]] = {}

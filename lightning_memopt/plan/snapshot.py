@@ -1,11 +1,11 @@
 """A planned step as a memory snapshot that torch's own viewer reads: the format of `torch.cuda.memory._dump_snapshot`.
 
 The events are simulated, from the plan and the step that it was made for: every allocation and free that the planned step
-requests, in order, at the times that were measured or predicted for its ops. Bytes are requested ones and add up to the plan's
-predicted peak; addresses are the lowest that are free, not those of a device. A frame of an event names the op and, in the
-place of a file, the module.
+requests, in order, at the times that were measured or predicted for its ops. Sizes are those requested and add up to the plan's
+predicted peak. Each allocation gets the lowest free address, not the one that a device would give. A frame of an event names
+the op and, instead of a file, the module.
 
-The file can be dropped on pytorch.org/memory_viz, or drawn by `torch.cuda._memory_viz` (run as a module: `trace_plot
+Drop the file on pytorch.org/memory_viz, or draw it with `torch.cuda._memory_viz` (run as a module: `trace_plot
 snapshot.pickle -o step.html`).
 
 Source: `torch.cuda._memory_viz`, `torch.cuda.memory._snapshot`.
@@ -13,7 +13,7 @@ Source: `torch.cuda._memory_viz`, `torch.cuda.memory._snapshot`.
 
 from __future__ import annotations
 
-import pickle  # written only: the viewer reads nothing else
+import pickle  # only written, never read: the viewer takes no other format
 from bisect import insort
 from itertools import accumulate
 from pathlib import Path
@@ -28,7 +28,7 @@ from lightning_memopt.plan.updates import step_of
 
 _PAGE_NBYTES = 2 << 20
 _BASE = 1 << 32
-"""The first address: a viewer shows none that a device would not have."""
+"""The first address, chosen to look like one of a device."""
 Frames = list[dict[str, Any]]
 
 
@@ -94,7 +94,9 @@ def dump(graph: Graph, plan: Plan, path: str | Path) -> None:
 
 
 def _microseconds(graph: Graph, plan: Plan) -> list[int]:
-    """When each point begins: ops take what was measured, and what runs again at a point takes it before the point."""
+    """When each point begins. Ops take the time that was measured. Ops that run again at a point take it before the point
+    begins.
+    """
     took = [0.0] * len(graph.points)
     for op in graph.ops:
         took[op.at] += op.seconds
@@ -109,7 +111,7 @@ def _event(action: str, block: tuple[int, int, Frames], time_us: int) -> dict[st
 
 
 def _frames(graph: Graph, requests: Described, name: Name, point: int | None = None) -> Frames:
-    """Two frames: what the bytes are, then the point of the step that asks for them."""
+    """Two frames: the first says what the bytes are, the second which point of the step allocates them."""
     op = graph.points[point].id if point is not None and graph.points[point].kind == "op" else None
     asked = [_frame(graph.ops[op].name, graph.ops[op].scope)] if op is not None else []
     if isinstance(name, int) and name < len(graph.tensors):
@@ -126,7 +128,7 @@ def _frame(name: str, where: str) -> dict[str, Any]:
 
 
 def _segment(addresses: _Addresses) -> dict[str, Any]:
-    """One segment with the blocks that are there when the step is over."""
+    """One segment with the blocks that are in memory when the step is over."""
     total = -(-(addresses.top - _BASE) // _PAGE_NBYTES) * _PAGE_NBYTES
     blocks: list[dict[str, Any]] = []
     at = _BASE

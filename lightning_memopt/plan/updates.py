@@ -1,7 +1,9 @@
-"""Which parameters a planned step updates in backward: what that means for the bytes of the step, and the fewest for a budget.
+"""Which parameters a planned step updates in backward, how this changes the bytes of the step, and how few early updates fit a
+budget.
 
-The graph is that of the step in which all parameters are updated early that may be (`Graph.updates`). A plan names those that
-are (`Plan.updates`). The gradients of the others stay until the update after backward, which also needs bytes of its own.
+The graph is the one of the step in which every parameter that may be updated early is (`Graph.updates`). A plan names the ones
+that it does update early (`Plan.updates`). The gradients of the others stay until the update after backward, which also needs
+bytes of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ def names_of(graph: Graph, updates: Iterable[int]) -> frozenset[str]:
 
 
 def step_of(graph: Graph, plan: Plan) -> Graph:
-    """The step that a plan of this graph leads to, for its lives."""
+    """The step that results from a plan of this graph; its lives refer to it."""
     return updated(graph, plan.updates)
 
 
@@ -38,7 +40,7 @@ def updated(graph: Graph, updates: tuple[int, ...]) -> Graph:
     if not usual:
         return graph
     tensors, ops, last = list(graph.tensors), list(graph.ops), len(graph.points) - 1
-    for update in usual:  # what its early update would take
+    for update in usual:  # what an early update of it would take
         for t in graph.temporaries_of(update.at):
             tensors[t] = replace(tensors[t], nbytes=0)
         for op in graph.ops_of(update.at):
@@ -58,37 +60,40 @@ def updated(graph: Graph, updates: tuple[int, ...]) -> Graph:
 
 
 def beside_nbytes(graph: Graph, usual: Iterable[EarlyUpdate]) -> int:
-    """Bytes that the update after backward takes beside these parameters, their gradients and state, at most: an optimizer
-    updates one after the other, or all at once.
+    """The most bytes that the update after backward takes in addition to these parameters, their gradients and state. (An
+    optimizer may update one parameter after the other, or all at once.)
     """
     return min(graph.usual_nbytes, sum(update.beside_nbytes for update in usual))
 
 
 def fewest(graph: Graph, levels: Sequence[int], limit_nbytes: int) -> tuple[int, ...]:
-    """The fewest early updates for which a step fits into `limit_nbytes`. `levels`: its bytes at every point if all are.
+    """The fewest early updates with which a step fits into `limit_nbytes`. `levels`: its bytes at every point if all updates
+    are early.
 
-    It is the fewest where what an update takes beside its gradient is in proportion to it, as in all optimizers of torch that
-    may update early; else at most so many.
+    The number is minimal if an update needs memory in proportion to its gradient, as it does in all optimizers of torch that
+    may update early. With other optimizers, fewer might do.
     """
     at_end = limit_nbytes - levels[-1]
     beside = max((update.beside_nbytes / update.nbytes for update in graph.updates if update.nbytes), default=0.0)
-    # an update that frees nothing is never early where others may be late
+    # if any update may be late, an update that frees nothing is
     always = sum(update.beside_nbytes for update in graph.updates if not update.nbytes)
     usual = _fitting(graph, levels, limit_nbytes, max(at_end - graph.usual_nbytes, int((at_end - always) / (1 + beside))))
     return tuple(update.parameter for update in graph.updates if update.parameter not in usual)
 
 
 def at_least(graph: Graph, levels: Sequence[int], limit_nbytes: int) -> int:
-    """A lower bound of the number of early updates of all plans within `limit_nbytes`. `levels`: bytes that no plan changes."""
+    """A lower bound on the number of early updates in any plan within `limit_nbytes`. `levels`: the bytes at every point that
+    no plan changes.
+    """
     return len(graph.updates) - len(_fitting(graph, levels, limit_nbytes, limit_nbytes - levels[-1]))
 
 
 def _fitting(graph: Graph, levels: Sequence[int], limit_nbytes: int, most_nbytes: int) -> set[int]:
-    """As many parameters as possible whose gradients, `most_nbytes` at most in all, may stay to the end.
+    """As many parameters as possible whose gradients, together at most `most_nbytes`, may stay to the end.
 
-    At each point, the gradients that are final before it must fit into what is left there and at all later points. These are
-    jobs with deadlines, of which as few as possible are to be late: they are taken in their order, and whenever they do not
-    fit, the largest one taken so far is left out (Moore 1968).
+    At each point, the gradients that became final before it must fit into the memory that is left at this point and at all
+    later ones. This is the problem of scheduling jobs with deadlines so that as few as possible are late: take the jobs in
+    order, and whenever they do not fit, leave out the largest one taken so far (Moore 1968).
     """
     room = [limit_nbytes - level for level in levels]
     until = max((update.until for update in graph.updates), default=BEFORE)

@@ -1,21 +1,21 @@
-"""Check a schedule: carry it out step by step on a ledger of the tensors in memory, and look up every read.
+"""Check a schedule: carry it out step by step with a list of the tensors in memory, and look up every read in that list.
 
-This is a second opinion on `lower` and `simulate`. It shares only the data classes with them, so that an error in one shows as
-a difference. In: a graph, the lives of a plan, the schedule made from them. Out: the problems, in words, and the peak by a
-count of its own.
+This is a second opinion on `lower` and `simulate`. It shares only the data classes with them, so that an error in either shows
+up as a difference. In: a graph, the lives of a plan, and the schedule made from them. Out: the problems, in words, and the peak
+as counted here.
 
 1. A tensor may be read where an *instance* of it is live: made by the user's forward and held, or made by a Rebuild. A tensor
-   from before the step may be read until the step frees or overwrites it, and only in its windows where it has any. A tensor
-   that only user code holds may not.
-2. A Rebuild reads its inputs and makes its outputs; those that the op does not make again are good for nothing. It
-   overwrites a copy (`clones`) or the instance itself, which is then gone.
+   that existed before the step may be read until the step frees or overwrites it; if it has windows, only within them. A tensor
+   that only user code holds may not be read.
+2. A Rebuild reads its inputs and makes its outputs. Nothing may read those that the op does not make again. It overwrites a
+   copy (`clones`) or the instance itself, which is then gone.
 3. Autograd reads one instance from the unpack to the release; nothing may free or overwrite it in between.
-4. After a segment, and after the frees of a point, exactly the lives that cover the point are live, once each.
-5. A fetched tensor was parked before, in one form for all its lives, from an instance that the plan held and that nothing
+4. After a segment, and after the frees of a point, exactly the tensors whose lives cover the point are in memory, once each.
+5. A fetched tensor was parked before, in the same form for all its lives, from an instance that the plan held and that nothing
    overwrote. If its codec is not exact, only autograd may read it.
-6. A parameter that is updated early is one that may be, once, in the order of its points. The gradients of those that are not
-   stay to the end, where one update of them all takes bytes of its own.
-7. Of requests with addresses, no two that are in memory at one moment overlap, also where a step follows another
+6. Only parameters that may be updated early are, each once, in the order of the points. The gradients of all others stay to the
+   end, where one update of them all takes bytes of its own.
+7. Two requests that are in memory at the same time do not have overlapping addresses, not even across two steps
    (`wrong_addresses`).
 """
 
@@ -34,14 +34,16 @@ from lightning_memopt.plan.model import Addresses, Life
 
 _MOST_PROBLEMS = 100
 _ALIGNED = 64
-"""Kernels may take another path for data that is aligned otherwise, and give other bits (runtime/pool/steps.py)."""
+"""Addresses are multiples of this. With another alignment, kernels may take another path and give other bits
+(runtime/pool/steps.py).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """The result of `validate`.
 
-    problems: what is wrong, a sentence each; empty if the schedule is right.
+    problems: one sentence for each thing that is wrong; empty if the schedule is right.
     peak_nbytes, rebuilt_ops: as in `Prediction`.
     """
 
@@ -56,25 +58,25 @@ class Report:
 
 def validate(graph: Graph, lives: Iterable[Life], schedule: Schedule, updates: tuple[int, ...] | None = None) -> Report:
     """Carry out `schedule` on `graph` and compare what is in memory with `lives`. `updates`: the parameters that are updated
-    early; None: all that may be. Never raises for a wrong plan.
+    early; None stands for all that may be. Never raises for a wrong plan.
     """
     ordered = tuple(lives)
     if updates is None:
         updates = tuple(update.parameter for update in graph.updates)
     malformed = [*_malformed(graph, ordered, schedule), *_misordered(graph, updates)]
-    if malformed:  # ids that lead nowhere: there is nothing to carry out
+    if malformed:  # ids that do not exist: the schedule cannot be carried out
         return Report(tuple(malformed[:_MOST_PROBLEMS]), 0, 0)
     return _Ledger(graph, ordered, schedule, frozenset(updates)).carry_out()
 
 
 def _malformed(graph: Graph, lives: tuple[Life, ...], schedule: Schedule) -> Iterator[str]:
-    """Ids out of range, and intervals that are none or that overlap."""
+    """Ids out of range, and intervals that are empty or overlap."""
     n, tensors, ops = len(graph.points), range(len(graph.tensors)), range(len(graph.ops))
     unrebuilt = {t for op in graph.ops for t in op.unrebuilt}
     before: dict[int, Life] = {}
     for i, life in enumerate(lives):
         if life.tensor not in tensors or not BEFORE <= life.born_at <= life.freed_at < n:
-            yield f"life {i}: tensor {life.tensor} at points {life.born_at}..{life.freed_at} is not of this graph"
+            yield f"life {i}: tensor {life.tensor} at points {life.born_at}..{life.freed_at} does not belong to this graph"
             continue
         last = before.get(life.tensor)
         if last is not None and life.born_at <= last.freed_at:
@@ -95,14 +97,14 @@ def _malformed(graph: Graph, lives: tuple[Life, ...], schedule: Schedule) -> Ite
         for step in steps:
             ids = step.clones if isinstance(step, Rebuild) else (step.tensor,)
             if any(t not in tensors for t in ids) or (isinstance(step, Rebuild) and step.op not in ops):
-                yield f"the segment at point {p} has {step}, which is not of this graph"
+                yield f"the segment at point {p} has {step}, which does not belong to this graph"
     for t in schedule.holds.union(*schedule.frees.values()):
         if t not in tensors:
-            yield f"the schedule holds or frees tensor {t}, which is not of this graph"
+            yield f"the schedule holds or frees tensor {t}, which does not belong to this graph"
 
 
 def _misordered(graph: Graph, updates: tuple[int, ...]) -> Iterator[str]:
-    """Updates of what may not be updated early, twice, or in another order than that of the points."""
+    """Parameters that may not be updated early, or are updated twice, or not in the order of the points."""
     allowed = [update.parameter for update in graph.updates]
     reached = -1
     for parameter in updates:
@@ -118,7 +120,7 @@ def _misordered(graph: Graph, updates: tuple[int, ...]) -> Iterator[str]:
 class _Instance:
     """A copy of a tensor.
 
-    user: whether it is in memory that the user's forward made.
+    user: whether the user's forward made its memory.
     read_until: the point of autograd's last release.
     exact: whether it has the same bits as the original.
     """
@@ -144,9 +146,9 @@ class _Ledger:
         self.natural: set[int] = set()
         """Tensors that are in memory whatever the plan says."""
         self.given: set[int] = set()
-        """The part of `natural` that was there before the step and may be read by rebuilds."""
+        """The part of `natural` that existed before the step and that rebuilds may read."""
         self.expected: set[int] = set()
-        """Tensors of the lives that cover the present point."""
+        """The tensors whose lives cover the present point."""
         self.touched: set[int] = set()
         self.begins: dict[int, list[Life]] = {}
         self.ends: dict[int, list[Life]] = {}
@@ -154,7 +156,7 @@ class _Ledger:
             self.begins.setdefault(life.born_at, []).append(life)
             self.ends.setdefault(life.freed_at, []).append(life)
         self.staged: dict[int, int] = {}
-        """Point -> bytes in encoded form that come to the device at it, less those that went after the one before."""
+        """Point -> encoded bytes that arrive on the device at this point, less those that left after the previous point."""
         self.stage(lives)
         self.tape_ends = max((s.released_at for s in graph.saves), default=BEFORE)
         """Generator states are kept until autograd has let go of everything."""
@@ -174,7 +176,9 @@ class _Ledger:
         return f"tensor {tensor} ({self.graph.tensors[tensor].name})"
 
     def stage(self, lives: tuple[Life, ...]) -> None:
-        """Count encoded bytes on the device: while the tensor is parked, or on the way to a tier and back."""
+        """Count encoded bytes on the device: as long as a tensor is parked there, or while it is on the way to a tier and
+        back.
+        """
         for i, life in enumerate(lives):
             if life.how != "fetch" or not codec_of(life.form):
                 continue
@@ -231,7 +235,7 @@ class _Ledger:
         self.peak = max(self.peak, self.now + extra_nbytes)
 
     def exist(self, tensors: Iterable[int], p: int) -> None:
-        """Tensors come into being by themselves: the step begins, or the user's own op made them."""
+        """Tensors appear that no rebuild made: the step begins, or one of its own ops made them."""
         for t in tensors:
             if self.graph.tensors[t].freed_at >= max(p, 0):
                 self.natural.add(t)
@@ -244,7 +248,7 @@ class _Ledger:
             self.expect(p)
 
     def user_op(self, op: Op, p: int) -> None:
-        """The step's own op runs: it overwrites what it overwrites, and its generator state is kept for rebuilds."""
+        """An op of the step runs: it may overwrite tensors, and its generator state is kept for rebuilds."""
         for old, _ in op.mutates:
             self.given.discard(old)
             if self.live.get(old):
@@ -263,7 +267,7 @@ class _Ledger:
                 self.problem(f"the original life of {self.called(life.tensor)} begins at {p}, where it is not made")
 
     def leave(self, freed: Iterable[int], p: int) -> None:
-        """What ends with point p: by the schedule, by user code, and with the tape."""
+        """Free what ends at point p: what the schedule frees, what user code frees, and what is freed with the tape."""
         for t in self.schedule.frees.get(p, ()):
             self.free(t, p, "after")
         for life in self.ends.get(p, ()):
@@ -273,7 +277,7 @@ class _Ledger:
         for t in freed:
             self.natural.discard(t)
             self.given.discard(t)
-            if not any(instance.user for instance in self.live.get(t, ())):  # else it is the plan's from here on
+            if not any(instance.user for instance in self.live.get(t, ())):  # else the plan owns it from here on
                 self.now -= self.nbytes(t)
         if p == self.tape_ends and self.holds_states:
             self.now -= sum(self.graph.ops[op].state_nbytes for op in self.last_run)
@@ -282,7 +286,7 @@ class _Ledger:
 
     def segment(self, p: int, kind: str) -> None:
         if kind != "unpack":
-            self.problem(f"a segment runs at point {p}, where autograd asks for nothing")
+            self.problem(f"a segment runs at point {p}, but autograd asks for nothing there")
         for step in self.schedule.segments[p]:
             if isinstance(step, Rebuild):
                 self.run(self.graph.ops[step.op], step.clones, p)
@@ -304,9 +308,9 @@ class _Ledger:
         consumed = [old for old, _ in op.mutates if old not in clones]
         for t in op.outputs:
             self.add(t, _Instance(user=False, exact=t not in op.unrebuilt))
-        for old in consumed:  # the same bytes: what is made takes their place
+        for old in consumed:  # the output uses the same bytes
             if not self.live.get(old):
-                self.problem(f"{name} overwrites {self.called(old)}, which is not the plan's to overwrite")
+                self.problem(f"{name} overwrites {self.called(old)}, which the plan does not own")
                 continue
             instance = self.live[old][-1]
             if instance.user and old in self.natural:
@@ -346,7 +350,7 @@ class _Ledger:
             self.problem(f"{self.called(tensor)} is freed {when} point {p}, but autograd reads it until {until}")
 
     def compare(self, p: int, when: str) -> None:
-        """Of what changed since the last time: is it live exactly where a life says so?"""
+        """Check all tensors that changed since the last time: are they in memory exactly as often as their lives say?"""
         for t in sorted(self.touched):
             count, wanted = len(self.live.get(t, ())), int(t in self.expected)
             if count != wanted:
@@ -355,7 +359,9 @@ class _Ledger:
 
 
 def wrong_addresses(addresses: Addresses) -> list[str]:
-    """What is wrong with addresses, a sentence each: two steps are carried out, one after the other, request by request."""
+    """One sentence for each thing that is wrong with the addresses. Two consecutive steps are carried out, request by
+    request.
+    """
     period = len(addresses.nbytes)
     if not len(addresses.offsets) == len(addresses.until) == period:
         return [f"{period} requests have {len(addresses.offsets)} offsets and {len(addresses.until)} ends"]

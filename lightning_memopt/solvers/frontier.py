@@ -1,4 +1,4 @@
-"""The plans of a graph, a smaller budget never a faster one, and the choice of the one for a budget."""
+"""The frontier: plans of a graph, each slower but smaller than the next, and the choice of the one for a budget."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from lightning_memopt.solvers.recompute import bound
 from lightning_memopt.units import format_nbytes
 
 UNSEEN_NBYTES = 4096
-"""Bytes left free in every budget, for scalars that no op makes (a loss read by Python, a counter)."""
+"""Bytes left free in every budget, for scalars that no recorded op makes (a loss read by Python, a counter)."""
 
 
 _TRIES = 4
-"""Maximum number of limits to try where a step reserves more than it allocates."""
+"""Maximum number of limits to try if a step reserves more than it allocates."""
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A plan of the pool.
+    """A plan that was found.
 
     lives: its lives.
-    predicted: their price.
+    predicted: its predicted cost.
     solver: name of the solver that made it.
-    beside_nbytes: bytes that a budget must have beside the prediction, for what no plan sees.
+    beside_nbytes: bytes that a budget must have in addition to the prediction, for memory that no plan knows about.
     """
 
     lives: tuple[Life, ...]
@@ -51,13 +51,13 @@ class Candidate:
 
     @property
     def budget_nbytes(self) -> int:
-        """The smallest budget for the plan; one that rebuilds nothing needs no room for what is unseen."""
+        """The smallest budget for the plan. A plan that rebuilds nothing needs no reserve for unseen memory."""
         unseen = UNSEEN_NBYTES if self.predicted.rebuilt_ops else 0
         return self.predicted.needed_nbytes + self.beside_nbytes + unseen
 
 
 def with_reserved(candidate: Candidate, reserve: Callable[[tuple[Life, ...]], int] | None) -> Candidate:
-    """The candidate with the bytes that the device's allocator reserves for it, where there is such an allocator."""
+    """The candidate with the bytes that the device's allocator reserves for it, if the device has such an allocator."""
     if reserve is None:
         return candidate
     return replace(candidate, predicted=replace(candidate.predicted, reserved_nbytes=reserve(candidate.lives)))
@@ -68,16 +68,17 @@ class Frontier:
     """The Pareto set of plans of a graph.
 
     graph: the observed graph.
-    candidates: the plans, needed bytes rising and the objective falling; the last one is the unmodified step or better.
-    smallest_nbytes: the smallest budget that holds for any op times; for the times of this graph a little less may do.
+    candidates: the plans, sorted so that needed bytes rise and the objective falls. The last one is at least as good as the
+        unmodified step.
+    smallest_nbytes: the smallest budget that works whatever ops take. With the times of this graph, slightly less may work.
     unmodified_peak_nbytes: the peak without a plan.
-    moments: points of the step that prove lower bounds.
+    moments: points of the step at which lower bounds are proven.
     seconds: how long solving took.
-    machine: the machine that they were made for.
+    machine: the machine that the plans were made for.
     smallest: a plan that reserves at most `smallest_nbytes`; None without `reserve`.
-    regions: what was decided for the step's compiled regions: a part of all these plans.
-    others: plans for the step that updates nothing early, where early updates take time: they may need fewer of these.
-    cut_off: the time limit was over before the plans for few bytes were made: smaller ones may exist.
+    regions: what was decided for the step's compiled regions. It is part of each of these plans.
+    others: plans made for the step without early updates, if early updates take time. They may need fewer early updates.
+    cut_off: whether time ran out before the plans for few bytes were made. If so, smaller plans may exist.
     """
 
     graph: Graph
@@ -94,14 +95,14 @@ class Frontier:
 
     @cached_property
     def reserve(self) -> Callable[[tuple[Life, ...]], int] | None:
-        """Lives of a plan -> bytes that the device's allocator reserves, which the budget is then compared with; None where the
-        device has no such allocator.
+        """A function from the lives of a plan to the bytes that the device's allocator reserves, which are then compared with
+        the budget; None if the device has no such allocator.
         """
         return self.machine.reserve(self.graph)
 
     @cached_property
     def _reserving(self) -> dict[int, Candidate]:
-        """Candidates by position, with their reserved bytes, as far as they were asked for."""
+        """Cache: the position of a candidate -> the candidate with its reserved bytes."""
         return {}
 
     def _reserves(self, i: int) -> Candidate:
@@ -111,8 +112,8 @@ class Frontier:
         return candidate
 
     def _best(self, budget_nbytes: int) -> Candidate | None:
-        """The last candidate within the budget. Reserved bytes follow allocated ones closely but not strictly: where the last
-        one reserves too much, the next one looked at needs less by as much; then those in between, by halves.
+        """The last candidate within the budget. Reserved bytes follow allocated bytes closely but not strictly. If a candidate
+        reserves too much, the next one tried needs fewer bytes by that excess; then bisection finds the last one that fits.
         """
         needs = [c.budget_nbytes for c in self.candidates]
         i = above = bisect_right(needs, budget_nbytes)
@@ -133,7 +134,7 @@ class Frontier:
         return self._reserves(i - 1)
 
     def within(self, budget_nbytes: int) -> Candidate:
-        """The best plan whose predicted peak is within the budget. Raises InfeasibleError naming the smallest budget."""
+        """The best plan whose predicted peak is within the budget. Raises InfeasibleError, which names the smallest budget."""
         best = self._best(budget_nbytes)
         if best is None:
             remedy = "Give the solver more seconds, set" if self.cut_off else "Set"
@@ -153,12 +154,14 @@ class Frontier:
         return max((moment.bound_seconds(budget_nbytes) for moment in self.moments), default=0.0)
 
     def smallest_plan(self, most_seconds: float = math.inf) -> Plan:
-        """The plan for the fewest bytes of those that take at most so many extra seconds; where all take more, the fastest."""
+        """The plan with the fewest bytes among those that take at most `most_seconds` extra; the fastest plan if all take
+        more.
+        """
         plan = self.plan(self.smallest_nbytes)
         return plan if plan.predicted.seconds <= most_seconds else self.plan(self._budget_of_fast(most_seconds))
 
     def _budget_of_fast(self, most_seconds: float) -> int:
-        """Bytes of the smallest candidate that takes at most so many extra seconds; where all take more, of the fastest."""
+        """Bytes of the smallest candidate that takes at most `most_seconds` extra; those of the fastest if all take more."""
         fast = (i for i, c in enumerate(self.candidates) if c.predicted.seconds <= most_seconds)
         return self._reserves(next(fast, len(self.candidates) - 1)).budget_nbytes
 
@@ -167,7 +170,7 @@ class Frontier:
         return replace(self._with_updates(self._plan(budget_nbytes)), regions=self.regions)
 
     def _plan(self, budget_nbytes: int) -> Plan:
-        """The plan for a budget where all parameters are updated early that may be."""
+        """The plan for a budget if every parameter that may be updated early is."""
         best = self.within(budget_nbytes)
         return Plan(
             fingerprint=fingerprint(self.graph),
@@ -182,8 +185,8 @@ class Frontier:
         )
 
     def _with_updates(self, plan: Plan) -> Plan:
-        """The plan with its early updates. Where these take time, it is the fastest one of all plans that were found, each with
-        the fewest early updates for which it fits the budget.
+        """The plan with its early updates. If early updates take time, each plan that was found gets the fewest with which it
+        fits the budget, and the fastest of these plans is returned.
         """
         graph, seconds = self.graph, self.machine.update_seconds
         best = _updating(plan, early(graph), plan.predicted, seconds)
@@ -201,7 +204,9 @@ class Frontier:
         return replace(best, lower_bound_seconds=bound)
 
     def _fewest(self, candidate: Candidate, budget_nbytes: int) -> tuple[tuple[int, ...], Prediction] | None:
-        """The fewest early updates for which these lives fit the budget, and their price; None where no tried number fits."""
+        """The fewest early updates with which these lives fit the budget, and their price; None if no number that was tried
+        fits.
+        """
         lives, line = candidate.lives, simulate(self.graph, candidate.lives)
         limit = budget_nbytes - (with_reserved(candidate, self.reserve).budget_nbytes - line.predicted.peak_nbytes)
         for _ in range(_TRIES):

@@ -1,9 +1,9 @@
 """The frontier of plans of a graph, and the one that fits a budget.
 
-All solvers' plans go into one pool, priced by the same simulator: keep-all, checkpointing of each sharded unit, the op-level
-minimum cuts of the whole graph, Echo, and the chain programme at many levels of memory. Where the budget is known, a local
-search adds plans for it. Only the Pareto set is kept; so the frontier is monotone by construction: a smaller budget never
-yields a larger peak, a larger one never a slower plan.
+The plans of all solvers are collected and priced by the same simulator: keep-all, checkpointing of each sharded unit, the
+op-level minimum cuts of the whole graph, Echo, and the dynamic programme over a chain at many levels of memory. If the budget
+is known, a local search adds plans for it. Only the Pareto set is kept, so the frontier is monotone: a smaller budget never
+yields a larger peak, and a larger budget never yields a slower plan.
 """
 
 from __future__ import annotations
@@ -36,35 +36,39 @@ from lightning_memopt.units import ceil_div, format_nbytes
 __all__ = ["UNSEEN_NBYTES", "Candidate", "Frontier", "smallest", "smallest_nbytes", "solve"]
 
 _LEVELS = 160
-"""So many levels of the chain programme enter the pool."""
+"""Number of memory levels of the chain programme from which plans are taken."""
 
 _HORIZONS = (0.3, 0.1)
-"""A single-level plan keeps rebuilt tensors for these shares of backward; another variant keeps them until its end."""
+"""Single-level plans keep a rebuilt tensor for one of these shares of backward. One more variant keeps it until the end."""
 
 _GAP = 0.02
-"""Neighbours on the frontier that are further apart, as a share of the bytes of the larger one, get plans between them."""
+"""Two neighbours on the frontier get plans between them if they differ by more than this share of the larger one's bytes."""
 _GAPS, _PARTS = 48, 4
-"""The most gaps that are filled, and in how many parts one is cut."""
+"""Maximum number of such gaps that are filled, and the number of parts into which each is cut."""
 
 _OF_BOUND = 12
-"""So many cuts at a point prove the bound, where plans come from other cuts."""
+"""Number of cuts at a point from which the bound is proven, if plans are made from other cuts."""
 
 _PRICED = 24
-"""At least so many plans of the frontier get their exact price. Past the time limit, the others are left out."""
+"""Minimum number of plans of the frontier that get an exact price. When time is up, the others are left out."""
 
 _EARLY = 0.75
-"""Of the time for faster plans, the rest is for searches near the budgets, which take few seconds and find the best plans."""
+"""Share of the time for faster plans that goes to the solvers. The rest is for searches near the budgets, which take a few
+seconds and find the best plans.
+"""
 
 _TIE = 1e-3
 _OP_SECONDS, _BYTES_PER_SECOND, _FLOPS_PER_SECOND = 1e-6, 1e9, 8e9
-"""An assumed machine, for plans that must not depend on measured times. Only the ratios matter: those of a core of a CPU."""
+"""Rates of an assumed machine, for plans that must not depend on measured times. Only their ratios matter; they are those of
+one CPU core.
+"""
 
 Progress = Callable[[str], None]
 _smallest_budget = attrgetter("budget_nbytes")
 
 
 def _late_nbytes(graph: Graph) -> int:
-    """Bytes left free in a budget on the CPU for the buffers of one collective, where they may be freed after the hook that ran
+    """Bytes left free in a budget on the CPU for the buffers of one collective, which may be freed only after the hook that ran
     the collective.
     """
     hooks = (op.workspace_nbytes for op in graph.ops if op.name == LATE_HOOK)
@@ -72,14 +76,16 @@ def _late_nbytes(graph: Graph) -> int:
 
 
 def _plain(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
-    """What a step does without a solver: nothing, and checkpointing of each unit of sharded modules."""
+    """Plans that need no solver: keep everything, and checkpoint each unit of sharded modules."""
     yield "keep all", keep_all(graph)
     if graph.windowed:
         yield "each unit checkpointed", per_unit(graph)
 
 
 def _whole_graph(moment: bound.Moment) -> Iterator[tuple[str, tuple[Life, ...]]]:
-    """Single-level plans: hold the tensors of a cut and those that cost nothing at its point, rebuild the rest just in time."""
+    """Single-level plans: hold the tensors of a cut and those that cost nothing at its point, and rebuild the rest just in
+    time.
+    """
     for vertex in moment.hull.vertices:
         for lives in _holding(moment, vertex.held):
             yield f"minimum cut, {format_nbytes(vertex.nbytes)} held", lives
@@ -107,7 +113,7 @@ def _chains(graph: Graph) -> list[tuple[str, stage_chain.ModelChain]]:
         key = tuple(s.first for s in stages.spans)
         if key not in seen and len(stages.spans) > 1:
             seen.add(key)
-            with contextlib.suppress(LoweringError):  # a stage that is asked for in windows of several units
+            with contextlib.suppress(LoweringError):  # a stage that backward needs in the windows of several units
                 models.append((f"chain of {len(stages.spans)} stages", stage_chain.build(stages)))
     return models
 
@@ -124,7 +130,7 @@ def _chain(graph: Graph, limit: int, detail: Progress) -> Iterator[tuple[str, tu
 
 
 def _smallest(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
-    """Plans for few bytes that depend on no measured time: ops take the seconds that their bytes and FLOPs give."""
+    """Plans for few bytes that do not depend on measured times: the seconds of ops are computed from their bytes and FLOPs."""
 
     def seconds(op: Op) -> float:
         nbytes = sum(graph.tensors[t].nbytes for t in {*op.inputs, *op.outputs})
@@ -143,7 +149,7 @@ def _smallest(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
 
 
 def smallest(graph: Graph, machine: Machine | None = None) -> Candidate:
-    """A plan for few bytes, with nothing else solved: it tells quickly whether a budget can be kept at all."""
+    """A plan for few bytes, without solving anything else: it tells quickly whether a budget can be kept at all."""
     saves = any(s.tensor in graph.producers for s in graph.saves)
     plans = itertools.chain(_plain(graph), _smallest(fenced(graph)) if saves else ())
     pool, late = [], _late_nbytes(graph)
@@ -154,18 +160,20 @@ def smallest(graph: Graph, machine: Machine | None = None) -> Candidate:
 
 
 def smallest_nbytes(graph: Graph, machine: Machine | None = None) -> int:
-    """`Frontier.smallest_nbytes`, with nothing else solved."""
+    """`Frontier.smallest_nbytes`, without solving anything else."""
     return smallest(graph, machine).budget_nbytes
 
 
 def _priced_by_flops(graph: Graph) -> Graph:
-    """The graph with seconds in proportion to FLOPs; a small share of the measured time decides between equals."""
+    """The graph with seconds in proportion to FLOPs. A small share of the measured time breaks ties."""
     rate = graph.step_seconds / max(1, sum(op.flops for op in graph.ops))
     return replace(graph, ops=tuple(replace(op, seconds=op.flops * rate + op.seconds * _TIE) for op in graph.ops))
 
 
 def _pareto(pool: Iterable[Candidate], objective: Objective, rebuilt_op_seconds: float = 0.0) -> list[Candidate]:
-    """Peaks rising, the objective falling. `rebuilt_op_seconds`: what each op that runs again takes beside its own seconds."""
+    """The Pareto set, with peaks rising and the objective falling. `rebuilt_op_seconds`: the engine's seconds for each op that
+    runs again, in addition to the op's own.
+    """
 
     def price(c: Candidate) -> tuple[float, ...]:
         p = c.predicted
@@ -180,7 +188,9 @@ def _pareto(pool: Iterable[Candidate], objective: Objective, rebuilt_op_seconds:
 
 
 def _between(graph: Graph, front: Callable[[], list[Candidate]]) -> Iterator[tuple[str, tuple[Life, ...]]]:
-    """Plans between neighbours of the frontier that are far apart, the widest gap first. `front`: the frontier by now."""
+    """Plans between neighbours of the frontier that are far apart, the widest gap first. `front`: returns the present
+    frontier.
+    """
     filled: set[tuple[int, int]] = set()
     for _ in range(_GAPS):
         pairs = itertools.pairwise(front())
@@ -207,7 +217,7 @@ def _near(
     over: Callable[[], bool],
     thorough: bool,
 ) -> Iterator[tuple[str, tuple[Life, ...]]]:
-    """Plans for a budget that a local search reaches from those of the frontier. `over`: whether the time for it is over."""
+    """Plans for a budget that a local search reaches from plans of the frontier. `over`: whether time is up."""
     fitting = bisect_right([c.budget_nbytes for c in front], budget_nbytes)
     if fitting < len(front):  # the unmodified step does not fit
         near = with_reserved(front[max(0, fitting - 1)], reserve)
@@ -217,8 +227,8 @@ def _near(
 
 
 def _priced_first(front: list[Candidate], budgets: Collection[int]) -> list[int]:
-    """The positions of a frontier in the order in which they get their exact price: its ends, those for the budgets, and then
-    ever more between.
+    """The positions of a frontier in the order in which they get an exact price: first its ends, then the plans for the
+    budgets, then those in between, ever more densely.
     """
     last = len(front) - 1
     near = (bisect_right([c.budget_nbytes for c in front], budget) for budget in budgets)
@@ -231,7 +241,7 @@ def _priced_first(front: list[Candidate], budgets: Collection[int]) -> list[int]
 
 
 def _priced(candidate: Candidate, predicted: Prediction, overhead: Overhead) -> Candidate:
-    """The candidate with its exact price. `predicted`: the price without the engine's own work."""
+    """The candidate with its exact price. `predicted`: its price without the engine's own work."""
     return replace(candidate, predicted=replace(predicted, overhead_seconds=overhead.of(candidate.lives)))
 
 
@@ -251,15 +261,19 @@ def solve(
     beside: Callable[[tuple[Life, ...]], int] = lambda _: 0,
     clock: Callable[[], float] = thread_time,
 ) -> Frontier:
-    """The frontier of a graph. Past the time limit it is made of the plans found so far, keep-all among them.
+    """The frontier of a graph. If time runs out, it has the plans found so far, always including keep-all.
 
-    `search_seconds`: of the time limit, what may be spent once plans for few bytes are known, on faster ones.
-    `dense`: with plans between neighbours that are far apart. `budgets`: bytes for which a local search looks for plans.
-    `thorough`: the search takes several times as long, and finds plans that are faster or fit where others did not; the bound
-    is that of many points.
-    `beside`: bytes that a plan needs in other steps or calls at the same time. `clock`: what the limit is counted by: this
-    thread's seconds of CPU, for a busy machine would have other plans, and could keep fewer budgets. `say` is told that the
-    limit was reached, `detail` how the solvers get on.
+    limit_seconds: the time limit.
+    search_seconds: the part of the time limit that may be spent on faster plans after plans for few bytes are known.
+    dense: whether to add plans between neighbours that are far apart.
+    budgets: bytes for which a local search looks for plans.
+    thorough: whether the search takes several times as long. It then finds faster plans, or plans where none fitted before, and
+        the bound is proven at many points.
+    beside: a function that gives the bytes that a plan needs in other steps or calls at the same time.
+    clock: measures the time limit. By default it is the CPU time of this thread: by wall time, a busy machine would get other
+        plans, and could keep fewer budgets.
+    say: is told if the time limit was reached.
+    detail: is told how the solvers progress.
     """
     machine = machine or Machine()
     overhead, reserve = machine.overhead, machine.reserve(graph)
@@ -275,12 +289,12 @@ def solve(
         """Price plans into the pool; whether there was time for all."""
         for solver, lives in plans:
             try:
-                if lives not in known:  # solvers agree on a third of the plans; the first one has made it
+                if lives not in known:  # a third of all plans is found by several solvers; the first one gets the credit
                     known.add(lives)
                     pool.append(Candidate(lives, simulate(graph, lives).predicted, solver, late + beside(lives)))
             except LoweringError:
-                if not graph.windowed:  # a chain that crosses units asks for weights that are away
-                    detail(f"a plan of {solver} asks for what cannot be made; left out")
+                if not graph.windowed:  # in a sharded model this is usual: a chain may need weights of several units at once
+                    detail(f"a plan of {solver} needs a tensor that cannot be made; left out")
             if over():
                 if end < began_clock + limit_seconds:
                     say(f"{len(pool)} plans made; a longer search would take more time than it saves")
@@ -303,7 +317,7 @@ def solve(
     def timed() -> Iterator[tuple[str, tuple[Life, ...]]]:
         priced = overhead.added_to(searched) if objective == "throughput" else _priced_by_flops(searched)
         yield "Echo", echo(priced)
-        # the bound is of all plans, those among them that solvers do not find
+        # the bound holds for all plans, also for those that no solver finds
         moments.extend(bound.moments(graph) if priced is graph else bound.moments(graph, _OF_BOUND))
         for moment in moments if priced is graph else bound.moments(priced):
             yield from _whole_graph(moment)

@@ -1,11 +1,12 @@
 """Make lives from a choice of ops that run again at each unpack: the last step of every recomputation solver.
 
-A `Rollout` walks the backward pass in the observed order. A solver says which tensors are held from forward and which ops run
-at which point; every read, by autograd or by a rebuilt op, uses the newest instance of a tensor, and an instance lives until
-its last read. So solvers never compute the end of a life, and a plan never holds a tensor that is not read any more. A tensor
-that the user's forward made is freed at the next release by autograd: until then a second backward may start from it again. One
-that no op makes again, or that backward never asked for, stays until autograd has released all saves of it: in a later step
-backward may ask.
+A `Rollout` walks through backward in the observed order. A solver says which tensors are held from forward and which ops run at
+which point. Every read, by autograd or by a rebuilt op, uses the newest instance of a tensor, and an instance lives until its
+last read. So solvers never compute the end of a life, and a plan never holds a tensor that is not read any more.
+
+There are two exceptions. A tensor that the user's forward made is freed only at the next release by autograd, because until
+then a second backward may start from it. A tensor that no op makes again, or that backward never asked for, stays until
+autograd has released all saves of it, because in a later step backward may ask for it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lightning_memopt.graph import BEFORE, Graph, Op, Save, requests_of
 from lightning_memopt.plan import Life
 
 _PASSES = 6
-"""A rollout with a horizon runs so many times the ops of a forward again before it keeps every tensor that it makes."""
+"""A rollout with a horizon may run this many times the ops of one forward. After that, it keeps every tensor that it makes."""
 
 
 @dataclass(slots=True)
@@ -29,11 +30,13 @@ class _Instance:
     rebuilt: bool
     last_use: int = BEFORE
     outside: bool = False
-    """Read after its own segment, or by autograd: it needs a life of its own."""
+    """Whether the instance is read after its own segment, or by autograd, and so needs a life of its own."""
 
 
 class Rollout:
-    """Collects runs in point order; `lives()` is the result. `saves` restricts it to a part of what backward asks for."""
+    """Collects runs in the order of points; `lives()` gives the result. `saves` restricts it to a part of what backward asks
+    for.
+    """
 
     def __init__(self, graph: Graph, saves: Collection[Save] | None = None) -> None:
         self.graph = graph
@@ -45,7 +48,9 @@ class Rollout:
         self.runs.setdefault(point, []).extend(sorted(ops))
 
     def closure(self, wanted: Iterable[int], have: set[int]) -> list[int]:
-        """Ops to run so that every wanted tensor is there, starting from what is held; empty if all are."""
+        """The ops to run so that all wanted tensors are in memory, starting from the held ones; empty if they all are
+        already.
+        """
         graph = self.graph
         stack = [t for t in wanted if not self.available(t, have)]
         ops: set[int] = set()
@@ -64,12 +69,12 @@ class Rollout:
         return tensor in have or self.graph.producers.get(tensor) is None
 
     def serve(self, unpacks: Iterable[tuple[int, int]], have: set[int], horizon: int | None = None) -> None:
-        """Answer a sequence of (point, tensor) requests just in time: each missing op runs once, at the first request that
-        needs it; `have` grows by what was made.
+        """Answer a sequence of unpacks (point, tensor) just in time: each missing op runs once, at the first unpack that needs
+        it. What was made is added to `have`.
 
         With a horizon, a tensor that was made on the way and is not asked for within that many points is freed, and made once
-        more later: rebuilding the skip of a U-Net on its way up must not leave its way down in memory. After the ops of
-        `_PASSES` forwards everything is kept, so that no plan gets too long.
+        more later. This matters for a U-Net: rebuilding a skip connection for its way up must not leave its whole way down in
+        memory. After the ops of `_PASSES` forwards everything is kept, so that no plan gets too long.
         """
         left = _PASSES * len(self.graph.forward)
         producers = self.graph.producers
@@ -95,8 +100,8 @@ class Rollout:
                         have.discard(t)
 
     def lives(self) -> tuple[Life, ...]:
-        """The lives of the collected runs, sorted by (tensor, born_at). A planner calls this a thousand times: what is read of
-        an instance is written out where it is read.
+        """The lives of the collected runs, sorted by (tensor, born_at). A planner calls this a thousand times, so it is written
+        without calls of small functions.
         """
         graph, runs = self.graph, self.runs
         ops, tensors, release_after = graph.ops, graph.tensors, graph.release_after
@@ -119,7 +124,7 @@ class Rollout:
                 for t in rebuilt_by(op):
                     instance = current.get(t)
                     if instance is not None and instance.born_at < point <= instance.last_use:
-                        continue  # the old instance goes on; the second copy is freed
+                        continue  # the old instance stays; the second copy is freed
                     current[t] = instance = _Instance(point, True)
                     done.append((t, instance))
             t, until = save.tensor, save.released_at
@@ -140,7 +145,7 @@ class Rollout:
                 instance.last_use = max(instance.last_use, released_at[tensor])
             before = tensors[tensor]
             if before.windows or (before.born_at == BEFORE and before.freed_at >= instance.last_use):
-                continue  # it is given
+                continue  # it is in memory without being rebuilt
             lives.append(
                 Life(
                     tensor=tensor,
@@ -163,8 +168,8 @@ def rebuilt_by(op: Op) -> tuple[int, ...]:
 def unrepeatable(graph: Graph) -> frozenset[int]:
     """Tensors that no op can make again.
 
-    These are the graph's anchors; results of ops that read an anchor which was overwritten in place, because then a rebuild has
-    nothing to start from; and tensors that backward made and autograd saved (a gradient penalty).
+    They are the graph's anchors; results of ops that read an anchor that was later overwritten in place, because a rebuild then
+    has nothing to start from; and tensors that backward made and autograd saved (for a gradient penalty).
     """
     lasting = set(graph.anchors)
     for op in graph.forward:
@@ -176,8 +181,8 @@ def unrepeatable(graph: Graph) -> frozenset[int]:
 
 @lru_cache(maxsize=4)
 def released_last(graph: Graph) -> dict[int, int]:
-    """Tensors that no op makes again, and those that backward never asks for -> the point at which autograd has released all
-    saves of it.
+    """Tensor -> the point at which autograd has released all saves of it, for tensors that no op makes again and for those that
+    backward never asks for.
     """
     always = unrepeatable(graph)
     saved = ((t, saves) for t, saves in graph.saves_of.items() if t in graph.producers)

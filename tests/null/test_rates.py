@@ -43,8 +43,8 @@ def test_an_op_takes_what_limits_it() -> None:
 
 def test_what_has_no_rate_is_refused_by_name() -> None:
     for action, words in (
-        (lambda: RATES.out_seconds("host", 1), "no link to a host tier, only to: disk"),
-        (lambda: RATES.in_seconds("host", 1), "no link to a host tier"),
+        (lambda: RATES.out_seconds("host", 1), "no link to the tier .host., only to: disk"),
+        (lambda: RATES.in_seconds("host", 1), "no link to the tier .host."),
         (lambda: RATES.encode_seconds("bools", 1), "none for the codec bools, only for: block, int4"),
         (lambda: MachineRates(name="empty").decode_seconds("int8", 1), "only for: none"),
         (lambda: RATES.device and RATES.device.op_seconds(1, 1, "bfloat16"), "no FLOP rate for bfloat16; use one of float32"),
@@ -70,7 +70,7 @@ def broken() -> Iterator[tuple[dict[str, Any], str]]:
         inner[path[-1]] = value
         return obj
 
-    yield {"schema": 1}, "no file of rates"
+    yield {"schema": 1}, "not a file of rates"
     yield changed("schema", value=2), "schema"
     yield changed("name", value=3), "rates.name: 3 is not text"
     yield changed("more", value=3), "unknown"

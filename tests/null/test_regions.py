@@ -82,7 +82,7 @@ def test_files_of_schema_5_have_none() -> None:
         (lambda regions: regions[0].update(calls=-1), r"plan.regions\[0\].calls: -1"),
         (lambda regions: regions[1].update(key=7), r"plan.regions\[1\].key: 7 is not text"),
         (lambda regions: regions[1].pop("lives"), r"plan.regions\[1\]: missing fields \['lives'\]"),
-        (lambda regions: regions[0]["lives"].update(how="ofo"), r"plan.regions\[0\].lives.how\[1\]: a compiled region parks"),
+        (lambda regions: regions[0]["lives"].update(how="ofo"), r"plan.regions\[0\].lives.how\[1\]: a compiled region can"),
         (lambda regions: regions[0]["lives"].update(freed_at=[4, 6, 6]), r"freed_at\[1\]: 6 is before the birth, at 7"),
         (lambda regions: regions.append(None), r"plan.regions\[2\] is None, not an object"),
     ],

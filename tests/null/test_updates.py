@@ -117,7 +117,7 @@ def test_a_file_of_schema_4_is_read_unless_its_step_updates_early() -> None:
     ops = tuple(as_update if op is backward else op for op in graph.ops)
     old = replace(graph, ops=(*ops, last), points=(*graph.points, Point("op", last.id)))
     obj["graph"] = plan_to_json(plan, replace(old, saves=graph.saves))["graph"]
-    with pytest.raises(PlanFileError, match=r"the file is of schema 4, which does not say .* its step updates some"):
+    with pytest.raises(PlanFileError, match=r"the file has schema 4, which does not say .* its step does update some"):
         plan_from_json(obj)
 
 

@@ -1,12 +1,12 @@
 """Optimal checkpointing of a chain of stages: the public names, and `solve_chain`.
 
-`solve_chain(chain, budget)` gives a table of the least extra seconds for every level up to the budget; `minimum_budget` the
-smallest budget, exact in bytes; `simulate` judges any schedule without the solver's code. The mathematics is in
-docs/formulation.md; the source is Beaumont et al., "Optimal checkpointing for heterogeneous chains" (2019).
-`model` has the data, `bounds`, `cells` and `table` the dynamic program, and `by_numbers` solves
-a chain that a user gives by numbers.
+`solve_chain(chain, budget)` gives a table of the least extra seconds for every level of memory up to the budget.
+`minimum_budget` gives the smallest budget, exact to the byte. `simulate` judges any schedule without using the solver's code.
+The mathematics is in docs/formulation.md; the source is Beaumont et al., "Optimal checkpointing for heterogeneous chains"
+(2019). `model` has the data; `bounds`, `cells` and `table` are the dynamic program; `by_numbers` solves a chain that a user
+describes by numbers.
 
-Another solver of the same problem is a module of this package; `simulate` judges its schedules too.
+A new solver of the same problem belongs in this package; `simulate` can judge its schedules, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def solve_chain(chain: Chain, budget_nbytes: int, *, bucket_nbytes: int | None = None, buckets: int = 512) -> ChainTable:
-    """The table of least extra seconds for every level up to `budget_nbytes` (everything counted, x_0 included).
+    """The table of least extra seconds for every level of memory up to `budget_nbytes` (everything counts, including x_0).
 
     The bucket is `bucket_nbytes`, or the budget over `buckets`, rounded up. Time grows as L^3 * columns / 6, memory as
     L^2 * columns * 4 bytes / 2 (8 for small tables). Raises ChainError for a negative budget or an empty bucket.

@@ -1,7 +1,7 @@
 """The bytes that a branch of the chain's recurrence needs, and the smallest budget that any schedule can meet.
 
-`SweepNeeds` gives, for a fixed first stage, the bytes that a sweep up to each checkpoint needs; the table and the
-min-max recurrence here both read it. `minimum_budget` is exact in bytes: P(s,t), the smallest M with a schedule, obeys
+`SweepNeeds` gives, for a fixed first stage, the bytes that a sweep up to each checkpoint needs. Both the table and the min-max
+recurrence below use it. `minimum_budget` is exact in bytes: P(s,t), the smallest M with a schedule, obeys
 
     P(s,t) = min( max(need(s,s',t), x_s + P(s',t), P(s,s'-1))                          for s' in s+1..t
                   max(base + x_s + forward_peak_o, x_s + backward_peak_o, x_s + held_o + P(s+1,t))   for options o )
@@ -23,10 +23,10 @@ _NEVER = np.iinfo(np.int64).max // 4
 
 @dataclass(frozen=True, slots=True)
 class SweepNeeds:
-    """Bytes that a sweep from stage `first` needs, index i for the checkpoint at first+1+i; both arrays non-decreasing.
+    """Bytes that a sweep from stage `first` needs. Index i is for the checkpoint at first+1+i; both arrays never decrease.
 
-    `own` is for the user's own forward (its base per stage included); `rerun` is without the base, which is that of
-    the stage whose backward comes next and the same for the whole sweep.
+    `own` is for the user's own forward and includes the base of each stage. `rerun` does not include a base: in a rerun, the
+    base is that of the stage whose backward comes next, the same for the whole sweep.
     """
 
     own: npt.NDArray[np.int64]
@@ -38,32 +38,32 @@ class SweepNeeds:
         x_first = chain.stages[first].input_nbytes
         peak = np.array([s.sweep_peak_nbytes for s in stages], dtype=np.int64)
         peak += np.array([s.input_nbytes for s in stages], dtype=np.int64)
-        peak[1:] += x_first  # stage `first` reads x_first itself, the others beside it
+        peak[1:] += x_first  # stage `first` reads x_first as its input; for the other stages it is additional memory
         base = np.array([s.forward_base_nbytes for s in stages], dtype=np.int64)
         return cls(own=np.maximum.accumulate(peak + base), rerun=np.maximum.accumulate(peak))
 
     def upto(self, chain: Chain, first: int, t: int) -> npt.NDArray[np.int64]:
-        """Bytes needed, input of `first` and base included, for the checkpoints at first+1..t."""
+        """Bytes needed for the checkpoints at first+1..t, including the input of `first` and the base."""
         if t == len(chain.stages) - 1:
             return self.own[: t - first]
         return self.rerun[: t - first] + chain.stages[t].backward_base_nbytes
 
 
 def base_nbytes(chain: Chain, k: int, t: int) -> int:
-    """Bytes no plan changes while stage k runs forward before the backward of t (the user's own pass if t is last)."""
+    """Bytes that no plan changes while stage k runs forward before the backward of t (the user's own forward if t is last)."""
     stage = chain.stages
     return stage[k].forward_base_nbytes if t == len(stage) - 1 else stage[t].backward_base_nbytes
 
 
 def option_need_nbytes(chain: Chain, s: int, t: int, option: int) -> int:
-    """Bytes, x_s included, that holding `option` at stage s needs for its own forward and its own backward."""
+    """Bytes, including x_s, that holding `option` at stage s needs for its own forward and its own backward."""
     stage = chain.stages[s]
     o = stage.options[option]
     return stage.input_nbytes + max(base_nbytes(chain, s, t) + o.forward_peak_nbytes, o.backward_peak_nbytes)
 
 
 def minimum_table(chain: Chain) -> npt.NDArray[np.int64]:
-    """P, (L, L): smallest bytes (x_s included) in which the backward of stages t..s can be done; upper triangle."""
+    """P, shape (L, L), upper triangle: the fewest bytes (including x_s) in which the backward of stages t..s can be done."""
     length = len(chain.stages)
     table = np.full((length, length), _NEVER, dtype=np.int64)
     for s in range(length - 1, -1, -1):
@@ -91,7 +91,7 @@ def _option_floor(chain: Chain, table: npt.NDArray[np.int64], s: int, t: int, op
 
 
 def minimum_budget(chain: Chain) -> int:
-    """The smallest budget in bytes, the chain's input included, for which a schedule exists. Exact."""
+    """The smallest budget in bytes for which a schedule exists, including the chain's input. Exact."""
     return int(minimum_table(chain)[0, -1])
 
 

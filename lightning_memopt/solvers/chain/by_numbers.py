@@ -1,4 +1,4 @@
-"""A sequence of layers given by numbers: read it, refuse what is wrong in it, plan it.
+"""A sequence of layers that a user describes by numbers: read it, refuse it if something is wrong, and plan it.
 
 In: `{"stages": [{...}, ...]}` with the keys of `KEYS` (seconds and bytes). Out: a `SequenceResult`: status, total
 seconds, peak bytes, the checkpoint tree and its operations in the words of the source (F_none, F_ck, F_all, B).
@@ -12,7 +12,7 @@ chains" (2019). For stage k with input x_k and output x_{k+1}:
 
 The gradient of the input is `grad_nbytes` of the predecessor, 0 for the first stage. The gradient of stage t's output
 is there during every forward operation before B_t; as in the source this includes the user's own forward, before the
-last stage's backward, although a framework makes that gradient later. The chain's input counts towards the budget.
+last stage's backward, although a framework makes that gradient later. The chain's input counts as part of the budget.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ NBYTES_KEYS = (
 KEYS = SECONDS_KEYS + NBYTES_KEYS
 OPTIONAL_KEYS = ("name",)
 
-_EXACT_CELLS = 1 << 24  # a table this small is solved with the largest bucket that loses nothing
+_EXACT_CELLS = 1 << 24  # up to this size of the table, the largest bucket that loses nothing is used
 _BUCKETS = 1024
-_MOST_CELLS = 1 << 29  # of the table that a retry with finer buckets may use (2 GiB of float32, half of it touched)
+_MOST_CELLS = 1 << 29  # the largest table of a retry with finer buckets (2 GiB of float32, of which half is touched)
 
 
 class Status(Enum):
@@ -66,9 +66,9 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SequenceResult:
-    """A plan for a sequence. Infeasible: seconds infinite, peak 0, no tree, no operations.
+    """A plan for a sequence. If infeasible, its seconds are infinite, its peak is 0, and it has no tree and no operations.
 
-    `total_seconds` is every forward and backward once, and all reruns; `operations` can be written as JSON.
+    `total_seconds` counts every forward and backward once, and all reruns. `operations` can be written as JSON.
     """
 
     status: Status
@@ -81,7 +81,7 @@ class SequenceResult:
     operations: tuple[tuple[str, int], ...]
 
     def raise_if_infeasible(self) -> SequenceResult:
-        """Self, or InfeasibleError naming the smallest budget."""
+        """Return self, or raise InfeasibleError, which names the smallest budget."""
         if self.status is Status.INFEASIBLE:
             raise InfeasibleError(
                 f"no schedule fits the budget; the smallest that does is {self.smallest_budget_nbytes} bytes: use it",
@@ -91,7 +91,7 @@ class SequenceResult:
 
 
 def chain_from_dict(data: Mapping[str, Any]) -> Chain:
-    """The chain of a sequence; one option per stage, F_all. Raises ChainError naming the stage and both numbers."""
+    """The chain of a sequence, with one option per stage (F_all). Raises ChainError, which names the stage and both numbers."""
     rows = _checked(data)
     stages = []
     for index, row in enumerate(rows):
@@ -130,9 +130,9 @@ def base_seconds(data: Mapping[str, Any]) -> float:
 def solve_sequence(data: Mapping[str, Any], budget_nbytes: int, bucket_nbytes: int | None = None) -> SequenceResult:
     """Plan the sequence within `budget_nbytes`, which counts everything including the chain's input.
 
-    Without `bucket_nbytes` the bucket is the largest that loses nothing if the table stays small, else the budget over
-    1024. Where rounding makes a feasible budget infeasible, the bucket is made finer; where that cannot help, the
-    schedule of the smallest budget is given, with status FEASIBLE. Raises ChainError for a bad sequence or number.
+    Without `bucket_nbytes`, the bucket is the largest one that loses nothing if the table stays small, else the budget divided
+    by 1024. If rounding makes a feasible budget infeasible, smaller buckets are tried. If they do not help, the result is the
+    schedule of the smallest budget, with status FEASIBLE. Raises ChainError for a bad sequence or number.
     """
     for key, value, least in (("budget_nbytes", budget_nbytes, 0), ("bucket_nbytes", bucket_nbytes, 1)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
@@ -168,7 +168,7 @@ def sequence_operations(tree: CheckpointTree) -> tuple[tuple[str, int], ...]:
 
 
 def _first_bucket(chain: Chain, budget_nbytes: int) -> int:
-    """The largest bucket that rounds nothing, if its table is small; else the budget over `_BUCKETS`."""
+    """The largest bucket that rounds nothing, if its table is small; else the budget divided by `_BUCKETS`."""
     exact = 0
     for stage in chain.stages:
         exact = math.gcd(exact, stage.input_nbytes, *(option.held_nbytes for option in stage.options))
@@ -179,7 +179,9 @@ def _first_bucket(chain: Chain, budget_nbytes: int) -> int:
 
 
 def _finest_needed(chain: Chain, budget_nbytes: int, bucket_nbytes: int) -> ChainTable:
-    """The table of the first bucket, each a quarter of the one before, in which the budget is feasible."""
+    """The table of the first bucket in which the budget is feasible. Each bucket that is tried is a quarter of the one
+    before.
+    """
     while True:
         table = solve_chain(chain, budget_nbytes, bucket_nbytes=bucket_nbytes)
         if math.isfinite(table.seconds(budget_nbytes)) or bucket_nbytes == 1:

@@ -1,9 +1,8 @@
-"""Where the chain's table is stored: one packed row of cells per state (s, t), s <= t, over the columns of memory.
+"""The storage of the chain's table: for each state (s, t) with s <= t, one packed row of cells over the columns of memory.
 
-No row rises with memory, so a row is kept up to the column from which it is constant and stands for all columns: memory,
-and the time to touch it for the first time, is spent on what differs. Rows lie behind each other in the order in which
-they are put, in whole blocks of columns. A few cells of every block are kept again in `samples`, so that bounds over
-blocks read little.
+Rows never rise with memory. So a row is stored only up to the column from which it is constant, which saves memory and the time
+to touch memory for the first time. Rows are stored one after the other in the order of `put`, in whole blocks of columns.
+`samples` has copies of a few cells of every block, so that bounds over blocks need to read little.
 """
 
 from __future__ import annotations
@@ -23,35 +22,37 @@ Ints = npt.NDArray[np.int64]
 
 
 class Cells:
-    """Rows of a triangle of states, non-increasing along `columns`; infinity where nothing fits."""
+    """The rows of a triangle of states. They never rise along the columns, and are infinite where nothing fits."""
 
     def __init__(self, length: int, columns: int, block: int, dtype: np.dtype[Any]) -> None:
         self.columns = columns
         self.block = block
         self.blocks = ceil_div(columns, block)
         self.constant_from = np.zeros((length, length), dtype=np.int64)
-        """First column of the last value of each row."""
+        """The column from which each row is constant."""
         self.samples: Floats = np.empty((length, length, PER_BLOCK, self.blocks + 2), dtype=dtype)
-        """[s, t, i, 1 + j]: the cell at column j * block + i * block / PER_BLOCK; infinity below 0, the last beyond it."""
+        """[s, t, i, 1 + j]: the cell at column j * block + i * block / PER_BLOCK; infinity for columns below 0, and the row's
+        last value beyond its end.
+        """
         step = block // PER_BLOCK
         sampled = np.arange(PER_BLOCK)[:, None] * step + np.arange(-1, self.blocks + 1) * block
         self._sampled = np.minimum(sampled, columns - 1)
         self._begin = np.zeros((length, length), dtype=np.int64)  # in blocks
-        self._width = np.zeros((length, length), dtype=np.int64)  # blocks before those of the constant
-        # Room for rows that never become constant; only what is written becomes resident.
+        self._width = np.zeros((length, length), dtype=np.int64)  # blocks before the constant ones
+        # There is room for rows that never become constant, but only pages that are written take memory.
         room = 1 + length * (length + 1) // 2 * (self.blocks + 2)
         self._cells: Floats = np.empty(room * block, dtype=dtype)
         self._cells[:block] = np.inf
         self._used = 1
 
     def put(self, s: int, t: int, row: Floats) -> None:
-        """Store the columns `0..len(row)-1` of a state; later columns are like the last of these."""
+        """Store the columns `0..len(row)-1` of a state. Later columns have the value of the last of these."""
         least = row[-1]
         constant_from = bisect_left(range(len(row) - 1), True, key=lambda m: bool(row[m] <= least))
         width = ceil_div(constant_from, self.block)
         self.constant_from[s, t], self._begin[s, t], self._width[s, t] = constant_from, self._used, width
         begin = self._used * self.block
-        self._used += width + 2  # the constant twice: a window may begin within its first block
+        self._used += width + 2  # two constant blocks, because a window may begin within the first one
         end = begin + constant_from
         self._cells[begin:end] = row[:constant_from]
         self._cells[end : self._used * self.block] = least
@@ -62,11 +63,11 @@ class Cells:
         return float(self._cells[self._begin[s, t] * self.block + min(column, int(self.constant_from[s, t]))])
 
     def values(self, s: slice | int, t: slice | int, column: int) -> Floats:
-        """One column of several rows: shape (number of rows,)."""
+        """One column of several rows, shape (number of rows,)."""
         return self._cells[self._begin[s, t] * self.block + np.minimum(column, self.constant_from[s, t])]
 
     def row(self, s: int, t: int) -> Floats:
-        """All columns of a row, as an array of its own: shape (columns,)."""
+        """A copy of all columns of a row, shape (columns,)."""
         width = int(self.constant_from[s, t])
         begin = int(self._begin[s, t]) * self.block
         out = np.empty(self.columns, dtype=self._cells.dtype)
@@ -75,9 +76,9 @@ class Cells:
         return out
 
     def windows(self, s: slice | int, t: slice | int, shift: int, which: Ints, at: Ints, out: Floats) -> None:
-        """out[i] = the columns `at[i] * block - shift` and following, a block of them, of row `which[i]` of those selected.
+        """out[i] is one block of columns, from `at[i] * block - shift` on, of row `which[i]` of the selected rows.
 
-        Columns down to `1 - block` may be asked for; cells before column 0 mean nothing.
+        Columns may be as low as `1 - block`; cells before column 0 have no meaning.
         """
         lag = ceil_div(shift, self.block)
         rows = np.minimum(at - lag, self._width[s, t][which])

@@ -1,15 +1,15 @@
 """The data of the chain problem: stages in, a checkpoint tree out.
 
-A chain is a sequence of stages; stage `k` reads boundary `x_k` and produces `x_{k+1}`. Every number is either bytes
-(`_nbytes`, int) or seconds (`_seconds`, float). The names follow Beaumont, Eyraud-Dubois, Hermann, Joly, Shilova,
-"Optimal checkpointing for heterogeneous chains" (2019), with several options per stage instead of one F_all.
+A chain is a sequence of stages; stage `k` reads boundary `x_k` and produces `x_{k+1}`. Every number is in bytes (`_nbytes`,
+int) or in seconds (`_seconds`, float). The names follow Beaumont, Eyraud-Dubois, Hermann, Joly, Shilova, "Optimal checkpointing
+for heterogeneous chains" (2019), with several options per stage instead of one F_all.
 
-A checkpoint tree says how the backward of the stages runs. It has three kinds of nodes; `t` is the stage whose backward comes
-next:
+A checkpoint tree says how the backward of the stages runs. It has three kinds of nodes. In their description, `t` is the stage
+whose backward comes next:
 
     Checkpoint(first, at, right, left)   run first..at-1, keep x_at; `right` is backward t..at, `left` at-1..first
     Hold(stage, option, rest)            run `stage` holding the option's set; `rest` is the backward of t..stage+1
-    Rebuild(stage)                       the last stage of a rerun: its backward rebuilds all from the input
+    Rebuild(stage)                       the last stage of a rerun: its backward rebuilds everything from the input
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from lightning_memopt.errors import ChainError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A way to hold a stage's interior between its forward and its backward.
+    """One way to hold tensors inside a stage between its forward and its backward.
 
-    name: for messages.
+    name: its name in messages.
     held_nbytes: bytes of the held set.
     rerun_seconds: seconds to run the stage's forward again with this option.
-    rebuild_seconds: seconds of rebuilding in its backward.
-    forward_peak_nbytes, backward_peak_nbytes: peaks of its forward and of its backward.
+    rebuild_seconds: seconds of rebuilding in the stage's backward.
+    forward_peak_nbytes, backward_peak_nbytes: the peaks of its forward and of its backward.
 
-    The held set excludes the stage's input and output boundaries. The forward peak excludes the input boundary and the
-    base; it includes output, interior and workspace. The backward peak is absolute beyond the input boundary and what
-    is held outside the stage: base, held set, rebuilt buffers, both gradients, workspace, the output if saved.
+    The held set excludes the stage's input and output boundaries. The forward peak excludes the input boundary and the base; it
+    includes output, interior and workspace. The backward peak counts everything except the input boundary and what is held
+    outside the stage: base, held set, rebuilt buffers, both gradients, workspace, and the output if it is saved.
     """
 
     name: str
@@ -46,11 +46,12 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One stage of the chain: what it costs to sweep over it, to rebuild it last, and its options to hold it.
+    """One stage of the chain: what it costs to sweep over it, to rebuild it as the last stage of a rerun, and to hold it with
+    each option.
 
-    `sweep_peak_nbytes` excludes input and base and includes the output; `rebuild_peak_nbytes` follows the convention of
-    `Option.backward_peak_nbytes`. The bases are bytes that no plan changes: while the user's forward runs this stage,
-    and at the start of its backward (the gradient of its output included).
+    `sweep_peak_nbytes` excludes input and base and includes the output. `rebuild_peak_nbytes` follows the convention of
+    `Option.backward_peak_nbytes`. The two bases are bytes that no plan changes: while the user's forward runs this stage, and
+    at the start of its backward (including the gradient of its output).
     """
 
     name: str
@@ -66,7 +67,9 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Stages 0..L-1 in forward order. ChainError for no stage, a negative number, a last stage without option."""
+    """Stages 0..L-1 in forward order. Raises ChainError if there is no stage, a number is negative, or the last stage has no
+    option.
+    """
 
     stages: tuple[Stage, ...]
 
@@ -97,7 +100,7 @@ def _check_numbers(index: int, owner: Stage | Option) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Run stages first..at-1 keeping only boundary `at`; then `right` (backward down to `at`), then `left`."""
+    """Run stages first..at-1 and keep only boundary `at`. Then do `right` (the backward down to `at`), then `left`."""
 
     first: int
     at: int
@@ -107,7 +110,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Run `stage` holding `option` (an index); `rest` does the later stages, None when the stage is the last to do."""
+    """Run `stage` and hold `option` (an index). `rest` does the later stages; None if this stage is the last one to do."""
 
     stage: int
     option: int
@@ -116,11 +119,11 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Rebuild:
-    """The backward of `stage` rebuilds all it needs from the stage's input, with nothing run before it."""
+    """The backward of `stage` rebuilds everything it needs from the stage's input. Nothing runs before it."""
 
     stage: int
 
 
-# Trees of long chains are deep: walk them with an explicit stack (`simulate.operations`), and compare the
-# operation lists rather than the trees.
+# Trees of long chains are deep, so walk them with an explicit stack (`simulate.operations`), and compare lists of operations
+# instead of trees.
 CheckpointTree: TypeAlias = Checkpoint | Hold | Rebuild

@@ -1,17 +1,17 @@
-"""An interpreter of chain schedules, independent of the solver: it keeps what is held and adds up what is run.
+"""An interpreter of chain schedules, independent of the solver: it tracks what is held and adds up what is run.
 
 In: a chain and a checkpoint tree. Out: the explicit operations, the extra seconds, the peak bytes. It shares no code with
-`table` (no recurrence, no bucket), so that it can judge the trees that the solver returns.
+`table` (it has no recurrence and no buckets), so it can judge the trees that the solver returns.
 
 The operations, in the order they run:
 
     ("forget", k)    run stage k forward and drop its input x_k when x_{k+1} is there
-    ("keep", k)      run stage k forward and keep its input x_k; nothing of the interior
+    ("keep", k)      run stage k forward and keep only its input x_k, nothing inside the stage
     ("hold", k, o)   run stage k forward, keep its input, hold the set of option o
     ("rebuild", k)   the next backward of stage k starts from its input alone
     ("backward", k)  run the backward of stage k; drops x_k, and the held set of k
 
-Forward operations before the first backward are the user's own pass and cost nothing; later ones run again.
+Forward operations before the first backward are the user's own forward and cost nothing; later ones are reruns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ Operation: TypeAlias = tuple[str, int] | tuple[str, int, int]
 
 
 def operations(tree: CheckpointTree) -> list[Operation]:
-    """The operations of the tree, in the order in which they run. Iterative, so that deep trees do not exhaust the stack."""
+    """The operations of the tree, in the order in which they run. This is a loop, so that deep trees do not exhaust the
+    stack.
+    """
     out: list[Operation] = []
     todo: list[CheckpointTree | Operation | None] = [tree]
     while todo:
@@ -46,14 +48,14 @@ def operations(tree: CheckpointTree) -> list[Operation]:
 
 
 def simulate(chain: Chain, tree: CheckpointTree) -> tuple[float, int]:
-    """(extra seconds, peak bytes) of the tree run on the chain; raises ChainError if it cannot be run."""
+    """(extra seconds, peak bytes) of the tree on this chain. Raises ChainError if the tree cannot be run."""
     return simulate_operations(chain, operations(tree))
 
 
 def simulate_operations(chain: Chain, ops: list[Operation]) -> tuple[float, int]:
-    """(extra seconds, peak bytes) of an explicit list of operations; raises ChainError where one cannot be run.
+    """(extra seconds, peak bytes) of an explicit list of operations. Raises ChainError if one of them cannot be run.
 
-    The peak counts everything: the chain's input x_0, boundaries kept, held sets, base, workspaces and gradients.
+    The peak counts everything: the chain's input x_0, kept boundaries, held sets, base, workspaces and gradients.
     """
     stages = chain.stages
     last = len(stages) - 1

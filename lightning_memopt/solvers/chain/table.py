@@ -2,16 +2,17 @@
 
 In: a chain, a budget, a bucket. Out: a `ChainTable`, from which the cost and a schedule of every level up to the budget
 are read. Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains" (2019), with several options per
-stage. Exact, within the bucket, among memory-persistent schedules (a boundary once kept stays until its backward).
+stage. The result is exact, up to the bucket size, among memory-persistent schedules (a boundary that was kept stays until its
+backward).
 
 Column m of the table stands for m * bucket + rest bytes, rest = budget mod bucket, so that the last column is the
-budget itself. Sizes are rounded up to buckets: a schedule found fits in bytes.
+budget itself. Sizes are rounded up to buckets, so a schedule that was found also fits in bytes.
 
 What makes it fast (section 'Speed' of docs/formulation.md):
 * stored is E(s,t) = D(s,t) + S[s] (S[s]: seconds of the sweeps before s) unless t is last; then the Checkpoint branch
   is min over s' of E(s',t) + E(s,s'-1), less S[s]: one addition and one minimum per entry, vectors over s' and memory;
-* positions s' that bounds show not to win in a block of columns are left out, and a row ends where more memory is no
-  help; what is left is gathered, a block a position, and reduced in few vector operations.
+* positions s' that cannot win in a block of columns, as bounds show, are left out, and a row ends where more memory does not
+  help; the remaining blocks, one per position, are gathered and reduced in a few vector operations.
 
 No decision is stored; `tree` finds the best branch again, one column at a time. Tables above `FLOAT64_NBYTES` are
 float32: the seconds reported are then added up again from the tree in float64.
@@ -33,10 +34,10 @@ from lightning_memopt.solvers.chain.simulate import simulate
 from lightning_memopt.units import ceil_div
 
 FLOAT64_NBYTES = 128 << 20
-_BLOCK = 64  # columns that are bounded, and computed or left out, together
-_WINDOWS = 2048  # blocks of columns computed at once: they stay in a core's L2
-_UNBOUNDED = 1024  # up to so many blocks, over all positions, bounds cost more than they save
-_ROWS = 4  # neighbouring s are filled together: they read the same rows while those are in cache
+_BLOCK = 64  # number of columns that are bounded, and then computed or left out, together
+_WINDOWS = 2048  # number of blocks of columns computed at once, so that they stay in a core's L2
+_UNBOUNDED = 1024  # up to this number of blocks, over all positions, bounds cost more than they save
+_ROWS = 4  # number of neighbouring s filled together, because they read the same rows while those are in cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +54,15 @@ class Grid:
         return cls(bucket_nbytes, rest, whole + 1)
 
     def shift(self, nbytes: int) -> int:
-        """Columns to go down when `nbytes` are taken away; rounded up."""
+        """How many columns to go down if `nbytes` are taken away, rounded up."""
         return ceil_div(nbytes, self.bucket_nbytes)
 
     def column(self, nbytes: int) -> int:
-        """First column that has at least `nbytes`."""
+        """The first column that has at least `nbytes`."""
         return max(0, -((self.rest_nbytes - nbytes) // self.bucket_nbytes))
 
     def floor(self, level_nbytes: int) -> int:
-        """Last column that has at most `level_nbytes`; -1 if none."""
+        """The last column that has at most `level_nbytes`; -1 if there is none."""
         return min(self.columns - 1, (level_nbytes - self.rest_nbytes) // self.bucket_nbytes)
 
     def nbytes(self, column: int) -> int:
@@ -69,10 +70,10 @@ class Grid:
 
 
 class ChainTable:
-    """Least extra seconds of a chain for every level up to the budget, and the schedules that reach them."""
+    """The least extra seconds of a chain for every level of memory up to the budget, and the schedules that reach them."""
 
     def __init__(self, chain: Chain, budget_nbytes: int, bucket_nbytes: int) -> None:
-        """Solve; `budget_nbytes` >= 0 counts everything including x_0, `bucket_nbytes` >= 1."""
+        """Solve. `budget_nbytes` >= 0 counts everything including x_0; `bucket_nbytes` >= 1."""
         if budget_nbytes < 0 or bucket_nbytes < 1:
             raise ChainError(
                 f"budget {budget_nbytes} bytes and bucket {bucket_nbytes} bytes: give a budget of at least 0 and a "
@@ -101,7 +102,7 @@ class ChainTable:
     # ---- reading ----
 
     def seconds(self, level_nbytes: int) -> float:
-        """Least extra seconds within `level_nbytes` (at most the budget); infinity if no schedule fits."""
+        """The least extra seconds within `level_nbytes` (at most the budget); infinity if no schedule fits."""
         column = self._column_of(level_nbytes)
         seconds = self._cells.value(0, -1, column) if column >= 0 else float("inf")
         if self.dtype == np.float64 or seconds == float("inf"):
@@ -109,7 +110,7 @@ class ChainTable:
         return simulate(self.chain, self.tree(level_nbytes))[0]
 
     def levels(self) -> tuple[int, ...]:
-        """The levels in bytes, ascending, at which the least cost changes; the first is the smallest feasible."""
+        """The levels in bytes at which the least cost changes, ascending. The first is the smallest feasible one."""
         row = self._cells.row(0, -1)
         tolerance = 64 * float(np.finfo(self.dtype).eps) * (self._sweeps[-1] + 1e-300)
         out: list[int] = []
@@ -122,7 +123,7 @@ class ChainTable:
         return tuple(out)
 
     def tree(self, level_nbytes: int) -> CheckpointTree:
-        """A schedule of least extra seconds within `level_nbytes`; raises InfeasibleError if none fits."""
+        """A schedule with the least extra seconds within `level_nbytes`. Raises InfeasibleError if none fits."""
         column = self._column_of(level_nbytes)
         if column < 0 or not np.isfinite(self._cells.value(0, -1, column)):
             raise InfeasibleError(
@@ -160,11 +161,11 @@ class ChainTable:
     # ---- the branches of one state ----
 
     def _fold(self, s: int, t: int) -> float:
-        """What the table adds to D(s, t)."""
+        """The difference between the stored E(s, t) and D(s, t)."""
         return 0.0 if t == len(self.chain.stages) - 1 else self._sweeps[s]
 
     def _singles(self, s: int) -> list[tuple[int, float, Hold | Rebuild]]:
-        """(first column, D, node) of every way to do the backward of stage s alone."""
+        """(first column, D, node) for every way to do the backward of stage s alone."""
         stage = self.chain.stages[s]
         last = s == len(self.chain.stages) - 1
         ways: list[tuple[int, float, Hold | Rebuild]] = []
@@ -177,10 +178,11 @@ class ChainTable:
         return ways
 
     def _options(self, s: int) -> list[tuple[int, int, int, float, float]]:
-        """Per option: columns taken, bytes for its forward less the base, for its backward, added cost of a rerun, own cost.
+        """Per option: columns taken, bytes for its forward without the base, bytes for its backward, added cost in a rerun,
+        added cost in the user's own forward.
 
-        The cost is what holding adds to the entry of (s+1, t): D(s,t) - D(s+1,t) in the user's own pass, and in a
-        rerun E(s,t) - E(s+1,t) = D(s,t) - D(s+1,t) - sweep_seconds of s.
+        The cost is what holding adds to the entry of (s+1, t): D(s,t) - D(s+1,t) in the user's own forward, and in a rerun
+        E(s,t) - E(s+1,t) = D(s,t) - D(s+1,t) - sweep_seconds of s.
         """
         stage = self.chain.stages[s]
         x_s = stage.input_nbytes
@@ -209,7 +211,7 @@ class ChainTable:
         return min((way for way in self._singles(s) if way[0] <= m), key=lambda way: way[1])[2]
 
     def _best_branch(self, s: int, t: int, m: int) -> tuple[int, int | None]:
-        """(checkpoint position, None) or (0, option): the best branch of state (s, t) at column m."""
+        """The best branch of state (s, t) at column m: (checkpoint position, None) or (0, option)."""
         best = np.inf
         choice: tuple[int, int | None] = (0, None)
         for option, (taken, first, extra) in enumerate(self._holds(s, t)):
@@ -228,7 +230,7 @@ class ChainTable:
     # ---- filling ----
 
     def _fill(self, s: int, t: int) -> None:
-        """Find the entry (s, t) for every column up to the one from which no branch gains, and store it."""
+        """Compute the entry (s, t) for every column, up to the one from which no branch improves, and store it."""
         cells, columns = self._cells, self.grid.columns
         if s == t:
             ways = self._singles(s)
@@ -256,12 +258,12 @@ class ChainTable:
         cells.put(s, t, row)
 
     def _firsts(self, s: int, t: int) -> Ints:
-        """First column of the checkpoint at each of s+1..t; never falls."""
+        """The first column of the checkpoint at each of s+1..t. It never falls."""
         need = self._needs[s].upto(self.chain, s, t)
         return np.maximum(self._shift[s], -((self.grid.rest_nbytes - need) // self.grid.bucket_nbytes))
 
     def _checkpoints(self, s: int, t: int, firsts: Ints, blocks: Floats) -> None:
-        """blocks = min of itself and, over the positions with a first column, right + left less S[s], where they fit."""
+        """Lower `blocks` to the minimum, over all positions with a first column, of right + left - S[s], where they fit."""
         begin, stop = int(firsts[0]) // _BLOCK, len(blocks)
         out, count = blocks[begin:], stop - begin
         fold = self.dtype.type(self._sweeps[s])
@@ -274,8 +276,8 @@ class ChainTable:
         at_start, at_end = self._block_bounds(s, t, firsts, begin, count)
         worst = np.minimum(at_start.min(axis=0), out[:, 0] + fold)
         block, position = np.divmod(np.flatnonzero((at_end < worst).T), firsts.size)
-        # The positions of a block are reduced to one row of costs. Blocks with about as many positions are reduced
-        # together; those with fewer are made up by taking their last position again.
+        # The positions of a block are reduced to one row of costs. Blocks with about equally many positions are reduced
+        # together; a block with fewer is filled up by repeating its last position.
         counts = np.bincount(block, minlength=count)
         by_count = np.argsort(-counts, kind="stable")
         counts = counts[by_count]
@@ -295,18 +297,18 @@ class ChainTable:
         out[by_count] = np.minimum(out[by_count], best)
 
     def _block_bounds(self, s: int, t: int, firsts: Ints, begin: int, count: int) -> tuple[Floats, Floats]:
-        """For `count` blocks from `begin`: an upper bound on a position's cost in all of the block, and a lower one.
+        """For `count` blocks from `begin`: an upper and a lower bound on each position's cost in the whole block.
 
-        Shapes (positions, count). No cost rises with memory: in a block it is at most what it is at the block's start,
-        and at least what it is at the next block's start. So a position whose lower bound is not below another's upper
-        bound need not be computed there; the upper bound itself stands for it.
+        Both have shape (positions, count). Costs never rise with memory, so within a block they are at most the cost at the
+        block's start, and at least the cost at the next block's start. A position whose lower bound is not below the upper
+        bound of another one need not be computed there; the upper bound itself is used instead.
         """
         right = self._cells.samples[s + 1 : s + 1 + firsts.size, t]
         left = self._cells.samples[s, s : s + firsts.size, 0, begin + 1 :]
         step = _BLOCK // PER_BLOCK
-        lag, part = divmod(-self._shift[s] // step, PER_BLOCK)  # the sample at or below a block's start less the shift
+        lag, part = divmod(-self._shift[s] // step, PER_BLOCK)  # the sample at or below (a block's start - the shift)
         below = right[:, part, begin + lag + 1 : begin + lag + 1 + count]
-        lag, part = divmod(-(self._shift[s] // step), PER_BLOCK)  # the one at or above the next block's start less the shift
+        lag, part = divmod(-(self._shift[s] // step), PER_BLOCK)  # the sample at or above (the next block's start - the shift)
         above = right[:, part, begin + lag + 2 : begin + lag + 2 + count]
         at_start, at_end = self._bounds[:, : firsts.size * count].reshape(2, -1, count)
         np.add(below, left[:, :count], out=at_start)
@@ -318,7 +320,9 @@ class ChainTable:
         return at_start, at_end
 
     def _costs(self, s: int, t: int, firsts: Ints, which: Ints, at: Ints) -> Floats:
-        """right + left of position `which[i]` in the block `at[i]`: (len(which), _BLOCK), a view that the next call reuses."""
+        """right + left of position `which[i]` in the block `at[i]`, shape (len(which), _BLOCK). It is a view that the next call
+        reuses.
+        """
         cost, other = self._scratch[:, : which.size]
         self._cells.windows(slice(s + 1, t + 1), t, self._shift[s], which, at, cost)
         self._cells.windows(s, slice(s, t), 0, which, at, other)
@@ -330,9 +334,11 @@ class ChainTable:
 
 
 def _batches(counts: list[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """Groups (m, k, end): the positions k..end-1 of the first m blocks; at most `_WINDOWS` of them in a batch.
+    """Batches of groups (m, k, end), which stand for the positions k..end-1 of the first m blocks. A batch has at most
+    `_WINDOWS` of these.
 
-    `counts`: positions per block, falling. Two thirds of the blocks in a group have all positions of its range.
+    `counts`: the number of positions per block, falling. In each group, at least two thirds of the blocks have all positions of
+        the range.
     """
     batch: list[tuple[int, int, int]] = []
     m, k, room = len(counts), 0, _WINDOWS

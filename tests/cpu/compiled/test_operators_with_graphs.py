@@ -158,7 +158,7 @@ def test_a_budget_is_kept_with_the_bits_of_keeping_all(name: str) -> None:
 
 def test_a_nested_region_is_planned_by_itself() -> None:
     """The region around it has no plan. The row of the table says why."""
-    why = "it calls nested regions (nested_compile_region), which are planned by themselves"
+    why = "it calls nested regions (nested_compile_region), which are planned separately"
     keeps = keeping_all(lambda: made(Nested))
     smallest = train(lambda: made(Nested), "min")
     assert smallest.nbytes < keeps.nbytes
