@@ -1,7 +1,7 @@
 """The native engine: parts of the runtime in C++, as a Python module that is built on first use and cached.
 
 It works on the objects of the Python engine, whose slots it reads and writes (objects.h). So state has one owner, and either
-engine can take over at any op. The Python engine is complete: it is the reference, and runs where the module cannot be built.
+engine can take over at any op. Python records every op, is always right, and runs alone where the module cannot be built.
 
 `install` builds and loads the module, once per process; `MEMOPT_NATIVE=0` switches it off. `loaded()` returns it, or None.
 """

@@ -9,6 +9,7 @@
 #include <torch/csrc/utils/torch_dispatch_mode.h>
 
 #include <cstring>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 
@@ -36,7 +37,7 @@ bool same_elements(const List& a, const List& b) {
   return true;
 }
 
-// `same_constant` in runtime/engine/templates.py: -0.0 is not 0.0, 1 is not 1.0.
+// Whether two arguments that are not tensors mean the same to an op: 1 is not 1.0, and -0.0 is not 0.0.
 bool same_constant(const IValue& a, const IValue& b) {
   if (a.isNone()) return b.isNone() || (b.isTensor() && !b.toTensor().defined());
   if (a.isInt()) return b.isInt() && a.toInt() == b.toInt();
@@ -269,8 +270,10 @@ const c10::OperatorHandle* op_of(PyObject* overload) {
 // The call for this step, with the state of the generator from which the op is about to draw.
 py::object with_state(PyObject* matcher, const Template& expected, c10::ArrayRef<IValue> args) {
   at::Device device = at::kCPU;
-  for (const IValue& value : args)
+  for (const IValue& value : args) {
+    if (value.isDevice()) device = value.toDevice();
     if (device.is_cpu() && value.isTensor() && value.toTensor().defined()) device = value.toTensor().device();
+  }
   return call_method(matcher, "drawn", expected.call, wrapped(device));
 }
 
@@ -296,16 +299,15 @@ Answer answer_to(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::S
     cursor_slots.position.set(cursor, PyLong_FromLongLong(position + 1));
     if (position + 1 < PyBytes_GET_SIZE(forward.saving.ptr()) && PyBytes_AS_STRING(forward.saving.ptr())[position + 1] == 0) rest_hooks();
   };
-  if (Py_TYPE(entry) != reinterpret_cast<PyTypeObject*>(template_slots.type)) {
+  if (!PyCapsule_CheckExact(entry)) {
     const c10::OperatorHandle* const passing = op_of(entry);
     if (passing == nullptr || !(*passing == op)) return Answer::kPython;
     advanced();
     return Answer::kPassesBy;
   }
-  PyObject* const capsule = template_slots.native.get(entry);
-  if (capsule == Py_None || c10::InferenceMode::is_enabled()) return Answer::kPython;
-  const auto owner = py::reinterpret_borrow<py::object>(capsule);  // the list may change while the op runs
-  const auto& expected = *static_cast<Template*>(PyCapsule_GetPointer(capsule, nullptr));
+  if (c10::InferenceMode::is_enabled()) return Answer::kPython;
+  const auto owner = py::reinterpret_borrow<py::object>(entry);  // the list may change while the op runs
+  const auto& expected = *static_cast<Template*>(PyCapsule_GetPointer(entry, nullptr));
   if (!(expected.given->op == op)) return Answer::kPython;
   Comparison comparison(matcher, forward, expected, args);
   if (!comparison.fits()) return Answer::kPython;
@@ -352,37 +354,32 @@ void add(const Forward& forward, const py::object& version) {
   PyDict_SetItem(forward.versions.ptr(), version_slots.id.get(v), v);
 }
 
-std::unique_ptr<Template> template_of(PyObject* python, PyObject* args, PyObject* kwargs) {
-  const auto& slots = template_slots;
-  const py::handle func = slots.func.get(python);
-  const auto schema = func.attr("_schema");
+std::unique_ptr<Template> template_of(const py::dict& fields) {
+  const py::object schema = fields["func"].attr("_schema"), args = fields["args"];
   const auto name = schema.attr("name").cast<std::string>(), overload = schema.attr("overload_name").cast<std::string>();
   auto made = std::make_unique<Template>();
-  made->compared = !is_none(slots.kwargs, python);
-  made->grad = is_true(slots.grad, python);
-  made->empty = is_true(slots.empty, python);
-  made->random = is_true(slots.random, python);
-  made->unshared = is_true(slots.unshared, python);
-  made->call = py::reinterpret_borrow<py::object>(slots.call.get(python));
-  made->why = py::reinterpret_borrow<py::object>(slots.why.get(python));
-  for (const py::handle result : py::reinterpret_borrow<py::tuple>(slots.made.get(python))) {
-    const auto fields = py::reinterpret_borrow<py::tuple>(result);
-    made->made.push_back({fields[0].cast<size_t>(), fields[1], fields[2].cast<int64_t>(), fields[3].cast<bool>()});
+  made->compared = !args.is_none();
+  made->grad = fields["grad"].cast<bool>();
+  made->empty = fields["empty"].cast<bool>();
+  made->random = fields["random"].cast<bool>();
+  made->unshared = fields["unshared"].cast<bool>();
+  made->call = fields["call"];
+  made->why = fields["why"];
+  for (const py::handle result : fields["made"]) {
+    const auto [index, tensor, nbytes, again] = result.cast<std::tuple<size_t, py::object, int64_t, bool>>();
+    made->made.push_back({index, tensor, nbytes, again});
   }
-  const auto mutates = py::reinterpret_borrow<py::tuple>(slots.mutates.get(python));
-  if (mutates.size() > 0 && is_true(slots.nested, python)) return nullptr;  // positions are those in a flat list
-  for (const py::handle written : mutates) {
-    const auto fields = py::reinterpret_borrow<py::tuple>(written);
-    made->mutates.push_back({fields[0].cast<size_t>(), fields[1]});
+  for (const py::handle written : fields["mutates"]) {
+    const auto [argument, tensor] = written.cast<std::tuple<size_t, py::object>>();
+    made->mutates.push_back({argument, tensor});
   }
-  for (const py::handle at : py::reinterpret_borrow<py::tuple>(slots.writes.get(python))) made->writes.push_back(at.cast<size_t>());
+  made->writes = fields["writes"].cast<std::vector<size_t>>();
   if (made->compared) {
-    made->given.reset(prepare(name.c_str(), overload.c_str(), args, kwargs));
+    made->given.reset(prepare(name.c_str(), overload.c_str(), args.ptr(), fields["kwargs"].ptr()));
   } else if (const auto op = c10::Dispatcher::singleton().findSchema({name, overload})) {
     made->given.reset(new Prepared{*op, {}, {}});
   }
-  const bool draws_of_no_tensor = made->random && (made->given == nullptr || made->given->inputs.empty());
-  return made->given == nullptr || draws_of_no_tensor ? nullptr : std::move(made);
+  return made->given == nullptr ? nullptr : std::move(made);
 }
 
 bool runs(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::Stack* stack) {

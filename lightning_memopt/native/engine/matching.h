@@ -11,7 +11,7 @@
 
 namespace memopt {
 
-// The fields of a Python `Template` that are used in every step.
+// An op of the plan's forward as it was when it was first matched.
 struct Template {
   struct Made {
     size_t index;            // among the tensors returned
@@ -33,8 +33,10 @@ struct Template {
   std::vector<size_t> writes;  // arguments with memory that the op writes, and that is not on the tape
 };
 
-// Makes a template from a Python `Template` with arguments `args` and `kwargs`; null if the op must be matched in Python.
-std::unique_ptr<Template> template_of(PyObject* python, PyObject* args, PyObject* kwargs);
+// Makes a template of its fields by name, and of the overload `func` and its arguments `args` and `kwargs` in terms of the
+// plan's tensors (`...` instead of an argument that is not compared; `args` is None if none is compared). Null if the op must be
+// recorded in every step.
+std::unique_ptr<Template> template_of(const pybind11::dict& fields);
 
 // The data of the matcher of one forward. It has no reference to the matcher itself.
 struct Forward {

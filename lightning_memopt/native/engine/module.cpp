@@ -57,12 +57,11 @@ PyObject* run_call(PyObject*, PyObject* const* args, Py_ssize_t n) {
   END_HANDLE_TH_ERRORS
 }
 
-// template(template, args, kwargs): an object for the slot `native` of a template; None if its op must be matched in Python.
-PyObject* make_template(PyObject*, PyObject* args) {
+// template(*, func, args, kwargs, grad, call, random, made, mutates, empty, why, writes, unshared): an entry of the list of
+// templates; None if the op must be recorded in every step.
+PyObject* make_template(PyObject*, PyObject*, PyObject* fields) {
   HANDLE_TH_ERRORS
-  PyObject *python, *given, *named;
-  if (!PyArg_ParseTuple(args, "OOO!", &python, &given, &PyDict_Type, &named)) return nullptr;
-  return capsule(template_of(python, given, named));
+  return capsule(template_of(pybind11::reinterpret_borrow<pybind11::dict>(fields)));
   END_HANDLE_TH_ERRORS
 }
 
@@ -166,7 +165,7 @@ PyMethodDef methods[] = {
     {"know", know_objects, METH_VARARGS, nullptr},
     {"prepare", prepare_call, METH_VARARGS, nullptr},
     {"run", fast(run_call), METH_FASTCALL, nullptr},
-    {"template", make_template, METH_VARARGS, nullptr},
+    {"template", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(make_template)), METH_VARARGS | METH_KEYWORDS, nullptr},
     {"forward", make_forward, METH_VARARGS, nullptr},
     {"packing", make_packing, METH_VARARGS, nullptr},
     {"pack_hook", pack_hook, METH_O, nullptr},

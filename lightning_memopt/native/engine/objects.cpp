@@ -13,7 +13,6 @@ VersionSlots version_slots;
 HoldingSlots holding_slots;
 KeptSlots kept_slots;
 HandleSlots handle_slots;
-TemplateSlots template_slots;
 MatcherSlots matcher_slots;
 CursorSlots cursor_slots;
 DeviationSlots deviation_slots;
@@ -72,7 +71,6 @@ bool know(PyObject* objects) {
   auto& h = holding_slots;
   auto& k = kept_slots;
   auto& a = handle_slots;
-  auto& t = template_slots;
   auto& m = matcher_slots;
   auto& p = cursor_slots;
   auto& d = deviation_slots;
@@ -95,9 +93,6 @@ bool know(PyObject* objects) {
       find(objects, "Handle", &a.type,
            {FIELD(a, save), FIELD(a, version), FIELD(a, view), FIELD(a, guard), FIELD(a, counter), FIELD(a, times),
             FIELD(a, engine)}) &&
-      find(objects, "Template", &t.type,
-           {FIELD(t, native), FIELD(t, func), FIELD(t, nested), FIELD(t, kwargs), FIELD(t, grad), FIELD(t, call), FIELD(t, random), FIELD(t, made),
-            FIELD(t, mutates), FIELD(t, empty), FIELD(t, why), FIELD(t, writes), FIELD(t, unshared)}) &&
       find(objects, "Matcher", &m.type, {FIELD(m, native), FIELD(m, templates), FIELD(m, capturing)}) &&
       find(objects, "Cursor", &p.type, {FIELD(p, position), FIELD(p, lost), FIELD(p, point), FIELD(p, fence), FIELD(p, deviation)}) &&
       find(objects, "PlanDeviation", &d.type, {FIELD(d, first), FIELD(d, out_of_order)}) &&

@@ -50,10 +50,6 @@ struct HandleSlots {
   PyObject* type;
   Slot save, version, view, guard, counter, times, engine;
 };
-struct TemplateSlots {
-  PyObject* type;
-  Slot native, func, nested, kwargs, grad, call, random, made, mutates, empty, why, writes, unshared;
-};
 struct MatcherSlots {
   PyObject* type;
   Slot native, templates, capturing;
@@ -91,7 +87,6 @@ extern VersionSlots version_slots;
 extern HoldingSlots holding_slots;
 extern KeptSlots kept_slots;
 extern HandleSlots handle_slots;
-extern TemplateSlots template_slots;
 extern MatcherSlots matcher_slots;
 extern CursorSlots cursor_slots;
 extern DeviationSlots deviation_slots;

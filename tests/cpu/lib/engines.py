@@ -13,6 +13,7 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.native import engine
 from lightning_memopt.plan import Life
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
+from lightning_memopt.runtime.engine.rejoining import SPREAD
 from lightning_memopt.session.forward.recording import PlannedRecording
 from tests.cpu.lib.observed import graph_of
 
@@ -29,7 +30,8 @@ class Step(NamedTuple):
     """One planned step.
 
     moments: what is held, and how far the plan is, whenever the gradient of a parameter is there.
-    versions: every storage version after the forward.
+    rebuilt_ops: the plan's ops that ran again, in order.
+    versions: every tracked tensor of the plan after the forward.
     native_ops: how many ops of the forward the native engine ran.
     """
 
@@ -42,6 +44,11 @@ class Step(NamedTuple):
     versions: list[Any]
     native_ops: int
 
+    @property
+    def bits(self) -> tuple[Any, ...]:
+        """What training gives: the same by both engines also where a step leaves its plan and one of them holds more."""
+        return self.loss, self.gradients, self.buffers, self.noise
+
 
 def observed_graph(made: Made) -> Graph:
     """The graph of a step of a model."""
@@ -50,23 +57,25 @@ def observed_graph(made: Made) -> Graph:
 
 
 def versions_of(planned: PlannedEngine) -> list[Any]:
-    """Every storage version on the tape, and what is held of it."""
-    states = []
-    for key, version in planned.tape.versions.items():
-        holding, call = version.holding, version.call
-        own = version.id, version.nbytes, version.origin, version.index, version.counter, version.counter_in_op, version.next
-        flags = version.parameter, version.exposed, version.read, version.why, call is None or (call.op, call.reads, call.made)
+    """Every tracked tensor of the plan that is on the tape, and what is held of it. The recorder also knows how tensors came to
+    be that no rebuild makes, so calls, origins and counters are not compared.
+    """
+    states, versions = [], planned.tape.versions
+    for key in sorted(versions.keys() & planned.program.tracked):
+        version = versions[key]
+        holding = version.holding
+        later = None if version.next is None else versions[version.next].holding.tensor
         value = holding.value is not None and holding.value.untyped_storage().tolist()
-        held = value, holding.expected, holding.reachable, holding.handles, holding.claim, holding.tensor
-        states.append((key, own, flags, held))
-    return sorted(states, key=lambda state: state[0])
+        held = value, holding.handles, holding.claim, holding.tensor
+        states.append((key, version.nbytes, later, version.parameter, version.exposed, held))
+    return states
 
 
 def moment_of(planned: PlannedEngine) -> Any:
-    """What is held, and how far the plan is."""
-    tape, deviation = planned.tape, planned.cursor.deviation
-    held = sorted(key for key, version in tape.versions.items() if version.holding.value is not None)
-    handles = sum(version.holding.handles for version in tape.versions.values())
+    """What is held of the plan's tensors, and how far the plan is."""
+    tape, deviation, tracked = planned.tape, planned.cursor.deviation, planned.program.tracked
+    held = sorted(key for key, version in tape.versions.items() if version.holding.value is not None and key in tracked)
+    handles = sum(version.holding.handles for key, version in tape.versions.items() if key in tracked)
     progress = planned.turns.next, planned.cursor.point, len(planned.rebuilt_ops)
     return held, handles, sorted(planned.holdings.active), progress, deviation.first, deviation.out_of_order
 
@@ -101,7 +110,7 @@ def steps(
         tensors = [p.grad for p in model.parameters()], list(model.buffers())
         values = ([t.flatten().tolist() for t in group if t is not None] for group in tensors)
         noise = torch.get_rng_state().tolist()
-        taken.append(Step(result, *values, noise, list(planned.rebuilt_ops), moments, versions, ran))
+        taken.append(Step(result, *values, noise, [op >> SPREAD for op in planned.rebuilt_ops], moments, versions, ran))
     return taken
 
 

@@ -1,4 +1,6 @@
-"""Planned steps by both engines: the same bits, the same rebuilds, the same state of every storage version."""
+"""Planned steps by the native engine, and recorded in Python: the same bits; on the plan also the same rebuilds, and the same
+tensors held.
+"""
 
 from __future__ import annotations
 
@@ -78,8 +80,9 @@ def test_random_programs_under_random_plans(seed: int) -> None:
     graph = observed_graph(program)
     lives = random_lives(graph, random.Random(case.plan), held=case.held)
     native, python = (by(program, graph, lives, 6, departs) for by in (steps, by_python))
-    for ours, reference in zip(native, python, strict=True):
-        assert ours._replace(native_ops=0) == reference
+    for step, (ours, reference) in enumerate(zip(native, python, strict=True)):
+        assert ours.bits == reference.bits
+        assert step == 3 or ours._replace(native_ops=0) == reference
     assert native[2].native_ops >= 0.5 * len(graph.forward)
 
 
