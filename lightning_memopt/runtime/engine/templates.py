@@ -21,6 +21,7 @@ from lightning_memopt.torch_private import OpOverload
 Template = object
 """One op of the plan's forward, in the native engine's form (`Template` in native/engine/matching.h)."""
 
+
 class Templates:
     """The templates so far.
 
