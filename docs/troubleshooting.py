@@ -86,8 +86,11 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Put the loop into `optimize(...)`, as the line says.",
     ),
     ("integrations/launch.py", "MemOpt: off"): ("`MEMOPT_DISABLE` is set.", "Unset it to train within the budget."),
-    ("native/build.py", "MemOpt: building"): ("A part in C++ is used for the first time on this machine.", "Wait for it once."),
-    ("native/engine/__init__.py", "MemOpt: building"): ("The engine is used for the first time on this machine.", "Wait once."),
+    ("cxx.py", "MemOpt: building"): (
+        "A part in C++ is used for the first time with this torch and Python.",
+        "Wait once. `memopt build` builds all parts ahead, for containers and for machines without a compiler.",
+    ),
+    ("cxx.py", "MemOpt: … was built"): ("A part in C++ was built, and will be used again.", NOTHING),
     ("native/counting.py", "MemOpt: the native memory meter"): (
         "There is no compiler, or the meter does not suit this torch.",
         "Install a C++ compiler, or accept that these steps are not measured.",

@@ -1,8 +1,9 @@
 """Build C++ sources of this package as shared libraries, with an installed compiler, on first use, and cache them.
 
-A library is in a folder of the user's cache that nobody else may write to. Before a library is loaded, its checksum is compared
-with the one stored next to it, because loading an incomplete library would crash the process. Several processes may build at
-the same time: each builds in its own folder and renames it, and the first one stays.
+A library is looked for in the folder `$MEMOPT_LIBRARIES`, where `memopt build` has put it, and then in a folder of the user's
+cache that nobody else may write to. A machine without a compiler may use what another one has built. Before a library is
+loaded, its checksum is compared with the one stored next to it, because loading an incomplete library would crash the process.
+Several processes may build at the same time: each builds in its own folder and renames it, and the first one stays.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from lightning_memopt import clocks
 from lightning_memopt.errors import MemOptError
 
 _LIMIT_SECONDS = 600
@@ -25,23 +27,52 @@ _LIMIT_SECONDS = 600
 class BuildError(MemOptError):
     """The library cannot be built on this machine; the message says why. Callers catch this error and use Python instead.
 
-    Remedy: install a C++ compiler (and CUDA's headers for its pool), or do nothing: Python runs instead.
+    Remedy: install a C++ compiler (and CUDA's headers for its pool), or build on another machine (`memopt build`), or do
+    nothing: Python runs instead.
     """
 
 
-def library(name: str, parts: Iterable[str], compile_to: Callable[[str, Path], None], announce: Callable[[], None]) -> Path:
+def library(
+    name: str, what: str, parts: Iterable[str], compile_to: Callable[[str, Path], None], say: Callable[[str], None]
+) -> Path:
     """The path of the library `name`, which is built first if it is missing or damaged. Raises BuildError.
 
-    parts: texts of everything that the library depends on, except the compiler.
+    what: the library in words, for the two lines that say that it is built, how long that took, and how large it is.
+    parts: texts of everything that the library depends on: another text, another library.
     compile_to: compiles with the compiler at a given path to a given file. Raises BuildError.
-    announce: called before a build.
     """
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+    given = given_folder()
+    for folder in (given / key if given is not None else None, cache() / key):
+        if folder is not None and _complete(folder, name):
+            return folder / f"{name}.so"
     compiler = compiler_path()
-    folder = cache() / hashlib.sha256("\n".join([*parts, compiler]).encode()).hexdigest()[:32]
-    if not _complete(folder, name):
-        announce()
-        _build(name, compiler, folder, compile_to)
-    return folder / f"{name}.so"
+    folder = cache() / key
+    say(f"MemOpt: building {what} (up to half a minute, once for this torch and Python)")
+    began = clocks.perf_counter()
+    _build(name, compiler, folder, compile_to)
+    path = folder / f"{name}.so"
+    say(f"MemOpt: {what} was built in {clocks.perf_counter() - began:.0f} s: {path.stat().st_size / 1e6:.1f} MB in {folder}")
+    return path
+
+
+def given_folder() -> Path | None:
+    """The folder of libraries that were built ahead; None where `$MEMOPT_LIBRARIES` is not set. Raises BuildError if somebody
+    else than this user or root may write to it, because a library in it is executed.
+    """
+    name = os.environ.get("MEMOPT_LIBRARIES")
+    if not name:
+        return None
+    folder = Path(name)
+    try:
+        status = folder.stat()
+    except OSError as error:
+        raise BuildError(f"MEMOPT_LIBRARIES={name} cannot be read ({error}): give the folder of `memopt build -o`") from None
+    if status.st_uid not in (0, os.getuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise BuildError(
+            f"MEMOPT_LIBRARIES={name} may be written by others: it must belong to this user or to root (chmod go-w)"
+        )
+    return folder
 
 
 def run(command: Sequence[str]) -> None:
@@ -64,7 +95,10 @@ def compiler_path() -> str:
         path = shutil.which(name)
         if path is not None:
             return path
-    raise BuildError("there is no C++ compiler (set CXX, or install g++ or clang++)")
+    raise BuildError(
+        "there is no C++ compiler (set CXX, install g++ or clang++, or set MEMOPT_LIBRARIES to a folder that `memopt build -o` "
+        "made on a machine with the same torch and Python)"
+    )
 
 
 def cache() -> Path:

@@ -1,4 +1,4 @@
-"""The command line `memopt`: demo, plan, explain, report, breakdown, bench, chain, place.
+"""The command line `memopt`: demo, plan, explain, report, breakdown, bench, chain, place, build.
 
 Exit codes: 0 done, 1 a demo whose losses differ, or a bench whose unmodified step fails, 2 bad input, 3 no plan fits the
 budget, or no placement the capacity, 130 an interrupt.
@@ -18,7 +18,7 @@ from typing import Any
 
 from lightning_memopt import jsonio
 from lightning_memopt.bench import command as bench_command
-from lightning_memopt.cli import planning
+from lightning_memopt.cli import building, planning
 from lightning_memopt.cli.arguments import ending, nbytes_of, seconds_of
 from lightning_memopt.errors import ChainError, ConfigError, InfeasibleError, MemOptError
 
@@ -246,6 +246,9 @@ def parser() -> argparse.ArgumentParser:
     place.add_argument("--seconds", type=float, default=60.0, help="limit of the search (default: 60)")
     place.add_argument("-o", "--output", default="placed.csv", help="CSV: id,lower,upper,size,offset (default: placed.csv)")
     place.set_defaults(run=_place)
+    build = commands.add_parser("build", help="build the parts in C++ now, so that no run has to, or needs a compiler for it")
+    build.add_argument("-o", "--output", default=None, help="a folder for copies, which runs find by MEMOPT_LIBRARIES")
+    build.set_defaults(run=building.run)
     return top
 
 

@@ -30,12 +30,7 @@ _CUDA = [
 
 def library(say: Callable[[str], None]) -> Path:
     """The path of the library for the CPU, which is built first if it is missing or damaged. Raises BuildError."""
-    return cxx.library(
-        "counter",
-        parts(_COUNTER),
-        _compile,
-        lambda: say("MemOpt: building the memory meter (once for this torch and compiler)"),
-    )
+    return cxx.library("counter", "the memory meter", parts(_COUNTER), _compile, say)
 
 
 def cuda_library(say: Callable[[str], None], linked: Path | None = None) -> Path:
@@ -43,18 +38,17 @@ def cuda_library(say: Callable[[str], None], linked: Path | None = None) -> Path
 
     linked: the folder of `libc10_cuda.so`; by default torch's.
     """
-    linked = linked or TORCH / "lib"
-    if not (linked / "libc10_cuda.so").is_file():
-        raise BuildError(f"this torch is built without CUDA: {linked} has no libc10_cuda.so")
-    headers = cuda_headers()
-    given = ["-lc10_cuda", "-lc10", f"-L{linked}", f"-Wl,-rpath,{linked}"]
-    options = [f"-I{headers}", *(() if _has_cuda_macros() else ("-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE",))]
-    return cxx.library(
-        "cuda",
-        (*parts(_CUDA), str(headers), str(linked)),
-        lambda compiler, target: cxx.run(command(compiler, _CUDA, given, target, options)),
-        lambda: say("MemOpt: building the planned pool for CUDA (once for this torch and compiler)"),
-    )
+    folder = linked or TORCH / "lib"
+    if not (folder / "libc10_cuda.so").is_file():
+        raise BuildError(f"this torch is built without CUDA: {folder} has no libc10_cuda.so")
+
+    def compiled(compiler: str, target: Path) -> None:
+        given = ["-lc10_cuda", "-lc10", f"-L{folder}", f"-Wl,-rpath,{folder}"]
+        options = [f"-I{cuda_headers()}", *(() if _has_cuda_macros() else ("-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE",))]
+        cxx.run(command(compiler, _CUDA, given, target, options))
+
+    own = () if linked is None else (str(linked),)
+    return cxx.library("cuda", "the planned pool for CUDA", (*parts(_CUDA), *own), compiled, say)
 
 
 def cuda_headers() -> Path:
@@ -82,7 +76,7 @@ def parts(sources: Sequence[Path]) -> tuple[str, ...]:
         str(torch.__version__),
         str(torch.version.git_version),
         str(CXX11_ABI),
-        str(TORCH),
+        str(torch.version.cuda or torch.version.hip),
         sys.platform,
         platform.machine(),
         hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest(),

@@ -82,7 +82,7 @@ def install(say: Callable[[str], None], prepare: Callable[[Any], None]) -> None:
             return
         _tried = True
         try:
-            module = _load(cxx.library("engine", _parts(), _compile, lambda: say(_BUILDING)))
+            module = _load(library(say))
             prepare(module)
         except cxx.BuildError as error:
             say(f"MemOpt: the native engine is not there: {error}. Python runs instead: slower, with the same results.")
@@ -90,7 +90,9 @@ def install(say: Callable[[str], None], prepare: Callable[[Any], None]) -> None:
         _module = module
 
 
-_BUILDING = "MemOpt: building the native engine (half a minute, once for this torch, Python and compiler)"
+def library(say: Callable[[str], None]) -> Path:
+    """The path of the module, which is built first if it is missing or damaged. Raises BuildError."""
+    return cxx.library("engine", "the native engine", _parts(), _compile, say)
 
 
 def _load(path: Path) -> Any:
@@ -107,7 +109,7 @@ def _load(path: Path) -> Any:
 
 def _parts() -> tuple[str, ...]:
     """Everything that the module depends on, except the compiler."""
-    return (*parts(_SOURCES), sys.version, _headers())
+    return (*parts(_SOURCES), sys.version)
 
 
 def _headers() -> str:

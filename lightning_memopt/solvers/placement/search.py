@@ -7,6 +7,7 @@ import hashlib
 import platform
 import sys
 import threading
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -28,11 +29,16 @@ def available() -> bool:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    parts = (sys.platform, platform.machine(), hashlib.sha256(_SOURCE.read_bytes()).hexdigest())
     try:
-        return ctypes.CDLL(str(cxx.library("placement", parts, _compile, lambda: None)))
+        return ctypes.CDLL(str(library(lambda line: None)))
     except (cxx.BuildError, OSError):
         return None
+
+
+def library(say: Callable[[str], None]) -> Path:
+    """The path of the library, which is built first if it is missing or damaged. Raises BuildError."""
+    parts = (sys.platform, platform.machine(), hashlib.sha256(_SOURCE.read_bytes()).hexdigest())
+    return cxx.library("placement", "the search for addresses", parts, _compile, say)
 
 
 def _compile(compiler: str, target: Path) -> None:

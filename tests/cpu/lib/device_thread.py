@@ -28,9 +28,10 @@ def _library() -> Any:
     python = f"-I{sysconfig.get_paths()['include']}"
     path = cxx.library(
         "device_thread",
+        "a device thread of the tests",
         build.parts([_SOURCE]),
         lambda compiler, target: cxx.run(build.command(compiler, [_SOURCE], ["-ltorch_cpu", "-lc10"], target, [python, "-O0"])),
-        lambda: None,
+        lambda line: None,
     )
     library = ctypes.PyDLL(str(path))
     library.memopt_call_in_device_thread.argtypes = [ctypes.py_object] * 3

@@ -188,7 +188,7 @@ def test_of_many_builds_at_once_one_stays(cache: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         paths = set(pool.map(lambda _: build.library(said.append), range(8)))
     (folder,) = cache.iterdir()
-    assert paths == {folder / "counter.so"} and 1 <= len(said) <= 8
+    assert paths == {folder / "counter.so"} and 2 <= len(said) <= 16
     assert not cache.stat().st_mode & 0o077
     said.clear()
     build.library(said.append)
@@ -202,7 +202,7 @@ def test_a_broken_library_is_built_again(cache: Path) -> None:
     for broken in (lambda: library.write_bytes(b"lib"), library.with_name("counter.sha256").unlink):
         broken()
         assert build.library(said.append) == library and library.read_bytes() == b"library" * 1000
-    assert len(said) == 3 and [f.name for f in cache.iterdir()] == [library.parent.name]
+    assert len(said) == 6 and [f.name for f in cache.iterdir()] == [library.parent.name]
 
 
 def test_what_cannot_be_loaded_is_said(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,4 +103,4 @@ def _fake_c10_cuda() -> Path:
         )
 
     parts = [str(torch.__version__), str(home), str(headers), hashlib.sha256(_SOURCE.read_bytes()).hexdigest()]
-    return cxx.library("libc10_cuda", parts, compiled, lambda: None)
+    return cxx.library("libc10_cuda", "a CUDA of the tests", parts, compiled, lambda line: None)
