@@ -10,6 +10,7 @@
 #include "objects.cpp"
 #include "packing.cpp"
 #include "prepared.cpp"
+#include "progress.cpp"
 #include "recording.cpp"
 #include "rerun.cpp"
 #include "tensors.cpp"

@@ -13,6 +13,7 @@
 #include "hooks.h"
 #include "objects.h"
 #include "prepared.h"
+#include "progress.h"
 #include "rerun.h"
 #include "tensors.h"
 #include "values.h"
@@ -35,25 +36,24 @@ Actions::Tensors tensors_of(py::handle sequence) {
 // Whether the step has not deviated from the plan. Only then there is nothing to do besides the plan's actions.
 bool is_as_planned(const Backward& backward) {
   PyObject* const guard = backward.guard.ptr();
-  PyObject* const deviation = cursor_slots.deviation.get(backward.cursor.ptr());
-  return deviation_slots.first.get(deviation) == Py_None && deviation_slots.out_of_order.get(deviation) == Py_False &&
+  const Progress& cursor = progress_of(backward.cursor.ptr());
+  return cursor.on_plan && !cursor.out_of_order &&
       PyList_GET_SIZE(guard_slots.until.get(guard)) == 0 && PyDict_GET_SIZE(guard_slots.stand_ins.get(guard)) == 0 &&
       PyList_GET_SIZE(backward.due.ptr()) == 0;
 }
 
 // If this event is the next one, takes it and returns it; else null.
 const Actions::Event* take(const Backward& backward, bool is_unpack, int64_t save, int64_t occurrence) {
-  PyObject* const turns = backward.turns.ptr();
-  const int64_t next = number(turns_slots.next, turns);
+  int64_t& turn = progress_of(backward.cursor.ptr()).turn;
   const auto& events = backward.actions.events;
-  if (next >= static_cast<int64_t>(events.size())) return nullptr;
-  const auto& event = events[next];
+  if (turn >= static_cast<int64_t>(events.size())) return nullptr;
+  const auto& event = events[turn];
   if (event.is_unpack != is_unpack || event.save != save || event.occurrence != occurrence) return nullptr;
   for (const auto& tensor : event.frees) {  // a failed copy raises an error when a parked tensor is dropped
     PyObject* const version = is_unpack ? nullptr : version_with(backward.versions.ptr(), tensor.ptr());
     if (version != nullptr && is_parked(version_slots.holding.get(version))) return nullptr;
   }
-  set_number(turns_slots.next, turns, next + 1);
+  ++turn;
   return &event;
 }
 
@@ -65,7 +65,7 @@ bool may_drop(const Backward& backward, PyObject* version) {
   if (holding_slots.claim.get(holding) == constants.pinned_claim) return false;
   if (is_rebuildable(version)) return true;
   PyObject* const last = PyDict_GetItemWithError(backward.actions.last_fetch.ptr(), holding_slots.tensor.get(holding));
-  return last == nullptr || number(cursor_slots.point, backward.cursor.ptr()) >= PyLong_AsLongLong(last);
+  return last == nullptr || progress_of(backward.cursor.ptr()).point >= PyLong_AsLongLong(last);
 }
 
 // The plan no longer needs the version: drop it, unless another tensor of the plan lives in it. `method`: the method of
@@ -218,9 +218,9 @@ py::object request(const Backward& backward, py::handle engine, py::handle handl
   const int64_t times = number(handle_slots.times, h);
   const auto* const event = take(backward, true, number(handle_slots.save, h), times);
   if (event == nullptr) return py::none();
-  PyObject* const cursor = backward.cursor.ptr();
-  if (event->segment >= 0 && backward.actions.segments[event->segment].point > number(cursor_slots.point, cursor)) {
-    set_number(cursor_slots.point, cursor, backward.actions.segments[event->segment].point);
+  int64_t& point = progress_of(backward.cursor.ptr()).point;
+  if (event->segment >= 0 && backward.actions.segments[event->segment].point > point) {
+    point = backward.actions.segments[event->segment].point;
     perform_below(backward, engine, event->segment);
   }
   set_number(handle_slots.times, h, times + 1);

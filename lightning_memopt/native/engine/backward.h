@@ -40,7 +40,7 @@ struct Backward {
   pybind11::object owner;  // of `actions`
   const Actions& actions;
   pybind11::dict versions;
-  pybind11::object active, cursor, turns, guard, due, ran;
+  pybind11::object active, cursor, guard, due, ran;
 };
 
 // `Engine.unpacked`, for any engine. None if Python must return the tensor; then nothing has been done.

@@ -17,12 +17,13 @@
 #include "lock.h"
 #include "making.h"
 #include "objects.h"
+#include "progress.h"
 #include "tensors.h"
 #include "writing.h"
 
 namespace memopt {
 
-int64_t native_ops = 0, python_ops = 0;
+std::atomic<int64_t> native_ops = 0, python_ops = 0;
 
 namespace {
 
@@ -255,18 +256,6 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   run_unseen(op, stack);
 }
 
-// The op of an overload that the list has instead of a template. Overloads exist as long as the process.
-const c10::OperatorHandle* op_of(PyObject* overload) {
-  static auto& known = *new std::unordered_map<PyObject*, std::optional<c10::OperatorHandle>>;
-  auto at = known.find(overload);
-  if (at == known.end()) {
-    const py::object schema = py::reinterpret_borrow<py::object>(overload).attr("_schema");
-    const auto name = schema.attr("name").cast<std::string>(), own = schema.attr("overload_name").cast<std::string>();
-    at = known.emplace(Py_NewRef(overload), c10::Dispatcher::singleton().findSchema({name, own})).first;
-  }
-  return at->second ? &*at->second : nullptr;
-}
-
 // The call for this step, with the state of the generator from which the op is about to draw.
 py::object with_state(PyObject* matcher, const Template& expected, c10::ArrayRef<IValue> args) {
   at::Device device = at::kCPU;
@@ -279,38 +268,40 @@ py::object with_state(PyObject* matcher, const Template& expected, c10::ArrayRef
 
 enum class Answer {
   kPython,    // the Python matcher must run the op
-  kRan,       // it ran
+  kCompared,  // it is to be compared with its template
   kPassesBy,  // the op must run, but nothing is noted
 };
 
-Answer answer_to(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const auto& forward = *static_cast<Forward*>(PyCapsule_GetPointer(matcher_slots.native.get(matcher), nullptr));
-  PyObject* const cursor = forward.cursor.ptr();
-  const int64_t position = PyLong_AsLongLong(cursor_slots.position.get(cursor));
-  PyObject* const templates = matcher_slots.templates.get(matcher);
-  const auto args = torch::jit::last(*stack, op.schema().arguments().size());
+// The op has run, or runs next and nothing is noted of it.
+void advance(const Forward& forward, Progress& cursor) {
+  const int64_t next = ++cursor.position;
+  if (next < PyBytes_GET_SIZE(forward.saving.ptr()) && PyBytes_AS_STRING(forward.saving.ptr())[next] == 0) rest_hooks();
+}
+
+// What is to be done with an op. Without the interpreter's lock: it reads what only this thread writes.
+Answer answer_to(PyObject* matcher, const Forward& forward, const Templates& templates, const c10::OperatorHandle& op, c10::ArrayRef<IValue> args) {
+  Progress& cursor = progress_of(forward.cursor.ptr());
   if (!is_true(matcher_slots.capturing, matcher)) return have_any(args, kSubclass | kLazyBits) ? Answer::kPython : Answer::kPassesBy;
-  if (is_true(cursor_slots.lost, cursor)) return Answer::kPython;
-  if (!is_none(deviation_slots.first, cursor_slots.deviation.get(cursor))) return Answer::kPython;
-  if (PyLong_AsLongLong(cursor_slots.fence.get(cursor)) < position || position >= PyList_GET_SIZE(templates)) return Answer::kPython;
-  PyObject* const entry = PyList_GET_ITEM(templates, position);
-  if (entry == Py_None || have_any(args, kSubclass)) return Answer::kPython;
-  const auto advanced = [&] {
-    cursor_slots.position.set(cursor, PyLong_FromLongLong(position + 1));
-    if (position + 1 < PyBytes_GET_SIZE(forward.saving.ptr()) && PyBytes_AS_STRING(forward.saving.ptr())[position + 1] == 0) rest_hooks();
-  };
-  if (!PyCapsule_CheckExact(entry)) {
-    const c10::OperatorHandle* const passing = op_of(entry);
-    if (passing == nullptr || !(*passing == op)) return Answer::kPython;
-    advanced();
-    return Answer::kPassesBy;
-  }
-  if (c10::InferenceMode::is_enabled()) return Answer::kPython;
-  const auto owner = py::reinterpret_borrow<py::object>(entry);  // the list may change while the op runs
-  const auto& expected = *static_cast<Template*>(PyCapsule_GetPointer(entry, nullptr));
-  if (!(expected.given->op == op)) return Answer::kPython;
+  if (cursor.lost || !cursor.on_plan || cursor.fence < cursor.position) return Answer::kPython;
+  if (cursor.position >= static_cast<int64_t>(templates.size()) || have_any(args, kSubclass)) return Answer::kPython;
+  const c10::OperatorHandle* const passing = templates.passing(cursor.position);
+  if (passing == nullptr) return c10::InferenceMode::is_enabled() ? Answer::kPython : Answer::kCompared;
+  if (!(*passing == op)) return Answer::kPython;
+  advance(forward, cursor);
+  return Answer::kPassesBy;
+}
+
+// Runs the op if it matches its template, and notes what it made. Returns whether it did. With the interpreter's lock.
+bool runs_as_before(
+    PyObject* matcher, const Forward& forward, const Templates& templates, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Progress& cursor = progress_of(forward.cursor.ptr());
+  const auto owner = templates.at(cursor.position);  // another thread may learn another one while the op runs
+  if (!owner) return false;
+  const auto& expected = *static_cast<Template*>(PyCapsule_GetPointer(owner.ptr(), nullptr));
+  if (!(expected.given->op == op)) return false;
+  const auto args = torch::jit::last(*stack, op.schema().arguments().size());
   Comparison comparison(matcher, forward, expected, args);
-  if (!comparison.fits()) return Answer::kPython;
+  if (!comparison.fits()) return false;
   const py::object call = expected.random ? with_state(matcher, expected, args) : expected.call;
   std::vector<at::Tensor> targets;
   for (const auto& written : expected.mutates) {
@@ -321,24 +312,39 @@ Answer answer_to(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::S
   note(matcher, forward, expected, call, tensors_in(torch::jit::last(*stack, op.schema().returns().size())), comparison.startable);
   for (size_t i = 0; i < targets.size(); ++i)
     note_written(matcher, forward, expected, targets[i], expected.mutates[i].tensor, call, comparison.startable);
-  advanced();
-  return Answer::kRan;
+  advance(forward, cursor);
+  return true;
 }
 
-// `answer_to`, with the interpreter's lock.
-Answer answer_locked(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+// `runs_as_before`, which takes the interpreter's lock.
+bool runs_locked(
+    PyObject* matcher, const Forward& forward, const Templates& templates, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const Locked locked;
-  if (is_none(matcher_slots.native, matcher)) return Answer::kPython;
   try {
-    const Answer answer = answer_to(matcher, op, stack);
-    ++(answer == Answer::kPython ? python_ops : native_ops);
-    return answer;
+    return runs_as_before(matcher, forward, templates, op, stack);
   } catch (py::error_already_set& error) {
     error.restore();
     python_error raised;
     raised.persist();
     throw raised;
   }
+}
+
+template <typename T>
+const T* in_capsule(PyObject* object) {
+  return object == nullptr || object == Py_None ? nullptr : static_cast<const T*>(PyCapsule_GetPointer(object, nullptr));
+}
+
+// The op of an overload. Overloads exist as long as the process.
+const c10::OperatorHandle* op_of(PyObject* overload) {
+  static auto& known = *new std::unordered_map<PyObject*, std::optional<c10::OperatorHandle>>;
+  auto at = known.find(overload);
+  if (at == known.end()) {
+    const py::object schema = py::reinterpret_borrow<py::object>(overload).attr("_schema");
+    const auto name = schema.attr("name").cast<std::string>(), own = schema.attr("overload_name").cast<std::string>();
+    at = known.emplace(Py_NewRef(overload), c10::Dispatcher::singleton().findSchema({name, own})).first;
+  }
+  return at->second ? &*at->second : nullptr;
 }
 
 }  // namespace
@@ -382,11 +388,22 @@ std::unique_ptr<Template> template_of(const py::dict& fields) {
   return made->given == nullptr ? nullptr : std::move(made);
 }
 
+void Templates::learn(size_t position, PyObject* entry) {
+  const bool is_template = PyCapsule_CheckExact(entry);
+  templates_.at(position) = is_template ? py::reinterpret_borrow<py::object>(entry) : py::object();
+  passing_[position].store(is_template || entry == Py_None ? nullptr : op_of(entry), std::memory_order_release);
+}
+
 bool runs(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   wake_hooks();
-  const Answer answer = answer_locked(matcher, op, stack);
+  const auto* const forward = in_capsule<Forward>(matcher_slots.native.get(matcher));
+  const auto* const templates = in_capsule<Templates>(matcher_slots.templates.get(matcher));
+  if (forward == nullptr || templates == nullptr) return false;
+  const Answer answer = answer_to(matcher, *forward, *templates, op, torch::jit::last(*stack, op.schema().arguments().size()));
   if (answer == Answer::kPassesBy) run_unseen(op, stack);
-  return answer != Answer::kPython;
+  const bool done = answer == Answer::kPassesBy || (answer == Answer::kCompared && runs_locked(matcher, *forward, *templates, op, stack));
+  (done ? native_ops : python_ops).fetch_add(1, std::memory_order_relaxed);
+  return done;
 }
 
 }  // namespace memopt

@@ -4,6 +4,7 @@
 #include <ATen/core/stack.h>
 #include <pybind11/pybind11.h>
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -38,6 +39,24 @@ struct Template {
 // recorded in every step.
 std::unique_ptr<Template> template_of(const pybind11::dict& fields);
 
+// The templates of the ops of a plan's forward.
+class Templates {
+ public:
+  explicit Templates(size_t ops) : passing_(ops), templates_(ops) {}
+
+  // `entry`: a capsule of a `Template`, the overload of an op on which nothing depends, or None.
+  void learn(size_t position, PyObject* entry);
+  size_t size() const { return passing_.size(); }
+  // The op at a position if nothing depends on it; else null. Without the interpreter's lock.
+  const c10::OperatorHandle* passing(size_t position) const { return passing_[position].load(std::memory_order_acquire); }
+  // The capsule at a position; none if there is no template. With the interpreter's lock.
+  const pybind11::object& at(size_t position) const { return templates_[position]; }
+
+ private:
+  std::vector<std::atomic<const c10::OperatorHandle*>> passing_;
+  std::vector<pybind11::object> templates_;
+};
+
 // The data of the matcher of one forward. It has no reference to the matcher itself.
 struct Forward {
   pybind11::dict of_storage, versions;
@@ -55,7 +74,7 @@ PyObject* at_address(const Forward& forward, const at::Tensor& t);
 void add(const Forward& forward, const pybind11::object& version);
 
 // Number of ops of planned forwards that were run here, and that were left to Python, in this process.
-extern int64_t native_ops, python_ops;
+extern std::atomic<int64_t> native_ops, python_ops;
 
 // Runs the op if it is the op at the cursor and matches its template, and notes what it made. Returns whether it did. If not,
 // the op must be dispatched to the Python matcher. Call it without the interpreter's lock.

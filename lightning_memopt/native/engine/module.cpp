@@ -12,6 +12,7 @@
 #include "objects.h"
 #include "packing.h"
 #include "prepared.h"
+#include "progress.h"
 #include "recording.h"
 #include "rerun.h"
 #include "values.h"
@@ -57,11 +58,32 @@ PyObject* run_call(PyObject*, PyObject* const* args, Py_ssize_t n) {
   END_HANDLE_TH_ERRORS
 }
 
-// template(*, func, args, kwargs, grad, call, random, made, mutates, empty, why, writes, unshared): an entry of the list of
-// templates; None if the op must be recorded in every step.
+// template(*, func, args, kwargs, grad, call, random, made, mutates, empty, why, writes, unshared): for `learn`; None if the op must be
+// recorded in every step.
 PyObject* make_template(PyObject*, PyObject*, PyObject* fields) {
   HANDLE_TH_ERRORS
   return capsule(template_of(pybind11::reinterpret_borrow<pybind11::dict>(fields)));
+  END_HANDLE_TH_ERRORS
+}
+
+// templates(n): room for the templates of `n` ops.
+PyObject* make_templates(PyObject*, PyObject* n) {
+  HANDLE_TH_ERRORS
+  const size_t ops = PyLong_AsSize_t(n);
+  return PyErr_Occurred() ? nullptr : capsule(std::make_unique<Templates>(ops));
+  END_HANDLE_TH_ERRORS
+}
+
+// learn(templates, position, entry): `entry` is a template, the overload of an op on which nothing depends, or None.
+PyObject* learn(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *templates, *entry;
+  Py_ssize_t position;
+  if (!PyArg_ParseTuple(args, "OnO", &templates, &position, &entry)) return nullptr;
+  auto* const all = static_cast<Templates*>(PyCapsule_GetPointer(templates, nullptr));
+  if (all == nullptr) return nullptr;
+  all->learn(position, entry);
+  Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
@@ -96,15 +118,15 @@ PyObject* make_actions(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// backward(actions, versions, active, cursor, turns, guard, due, ran): the backward of one forward.
+// backward(actions, versions, active, cursor, guard, due, ran): the backward of one forward.
 PyObject* make_backward(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   const auto all = pybind11::reinterpret_borrow<pybind11::tuple>(args);
-  if (all.size() != 8) return PyErr_Format(PyExc_TypeError, "backward takes 8 arguments, got %zd", all.size());
+  if (all.size() != 7) return PyErr_Format(PyExc_TypeError, "backward takes 7 arguments, got %zd", all.size());
   const auto* actions = static_cast<Actions*>(PyCapsule_GetPointer(PyTuple_GET_ITEM(args, 0), nullptr));
   if (actions == nullptr) return nullptr;
   return capsule(std::unique_ptr<Backward>(
-      new Backward{all[0], *actions, all[1], all[2], all[3], all[4], all[5], all[6], all[7]}));
+      new Backward{all[0], *actions, all[1], all[2], all[3], all[4], all[5], all[6]}));
   END_HANDLE_TH_ERRORS
 }
 
@@ -155,7 +177,7 @@ PyObject* end(PyObject*, PyObject* forward) {
 PyObject* under_way(PyObject*, PyObject*) { return PyLong_FromSize_t(forwards_under_way()); }
 
 // counts(): number of ops of planned forwards that ran natively, and in Python, so far.
-PyObject* counts(PyObject*, PyObject*) { return Py_BuildValue("LL", native_ops, python_ops); }
+PyObject* counts(PyObject*, PyObject*) { return Py_BuildValue("LL", native_ops.load(), python_ops.load()); }
 
 PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
@@ -166,6 +188,8 @@ PyMethodDef methods[] = {
     {"prepare", prepare_call, METH_VARARGS, nullptr},
     {"run", fast(run_call), METH_FASTCALL, nullptr},
     {"template", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(make_template)), METH_VARARGS | METH_KEYWORDS, nullptr},
+    {"templates", make_templates, METH_O, nullptr},
+    {"learn", learn, METH_VARARGS, nullptr},
     {"forward", make_forward, METH_VARARGS, nullptr},
     {"packing", make_packing, METH_VARARGS, nullptr},
     {"pack_hook", pack_hook, METH_O, nullptr},
@@ -202,7 +226,7 @@ PyModuleDef module{PyModuleDef_HEAD_INIT, "engine", nullptr, -1, methods, nullpt
 
 PyMODINIT_FUNC PyInit_engine() {
   PyObject* const made = PyModule_Create(&memopt::module);
-  if (made != nullptr && memopt::add_hooks(made) && memopt::add_guards(made)) return made;
+  if (made != nullptr && memopt::add_hooks(made) && memopt::add_guards(made) && memopt::add_progress(made)) return made;
   Py_XDECREF(made);
   return nullptr;
 }

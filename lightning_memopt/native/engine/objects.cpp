@@ -14,10 +14,7 @@ HoldingSlots holding_slots;
 KeptSlots kept_slots;
 HandleSlots handle_slots;
 MatcherSlots matcher_slots;
-CursorSlots cursor_slots;
-DeviationSlots deviation_slots;
 GuardSlots guard_slots;
-TurnsSlots turns_slots;
 Constants constants;
 
 bool Slot::find(PyObject* type, const char* name) {
@@ -72,8 +69,6 @@ bool know(PyObject* objects) {
   auto& k = kept_slots;
   auto& a = handle_slots;
   auto& m = matcher_slots;
-  auto& p = cursor_slots;
-  auto& d = deviation_slots;
   auto& g = guard_slots;
   PyObject *unknown = nullptr, *unshared = nullptr;
   const bool complete =
@@ -94,10 +89,7 @@ bool know(PyObject* objects) {
            {FIELD(a, save), FIELD(a, version), FIELD(a, view), FIELD(a, guard), FIELD(a, counter), FIELD(a, times),
             FIELD(a, engine)}) &&
       find(objects, "Matcher", &m.type, {FIELD(m, native), FIELD(m, templates), FIELD(m, capturing)}) &&
-      find(objects, "Cursor", &p.type, {FIELD(p, position), FIELD(p, lost), FIELD(p, point), FIELD(p, fence), FIELD(p, deviation)}) &&
-      find(objects, "PlanDeviation", &d.type, {FIELD(d, first), FIELD(d, out_of_order)}) &&
       find(objects, "Guard", &g.type, {FIELD(g, stand_ins), FIELD(g, until)}) &&
-      find(objects, "Turns", &turns_slots.type, {FIELD(turns_slots, next)}) &&
       take(objects, "RECORDED", &constants.recorded) && take(objects, "EMPTY", &constants.empty) &&
       take(objects, "EXTERNAL", &constants.external) && take(objects, "NO_CLAIM", &constants.no_claim) &&
       take(objects, "POSSIBLE_CLAIM", &constants.possible_claim) && take(objects, "PINNED_CLAIM", &constants.pinned_claim) &&

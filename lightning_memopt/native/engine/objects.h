@@ -54,21 +54,9 @@ struct MatcherSlots {
   PyObject* type;
   Slot native, templates, capturing;
 };
-struct CursorSlots {
-  PyObject* type;
-  Slot position, lost, point, fence, deviation;
-};
-struct DeviationSlots {
-  PyObject* type;
-  Slot first, out_of_order;
-};
 struct GuardSlots {
   PyObject* type;
   Slot stand_ins, until;
-};
-struct TurnsSlots {
-  PyObject* type;
-  Slot next;
 };
 // Values that have a meaning in the Python engine.
 struct Constants {
@@ -88,10 +76,7 @@ extern HoldingSlots holding_slots;
 extern KeptSlots kept_slots;
 extern HandleSlots handle_slots;
 extern MatcherSlots matcher_slots;
-extern CursorSlots cursor_slots;
-extern DeviationSlots deviation_slots;
 extern GuardSlots guard_slots;
-extern TurnsSlots turns_slots;
 extern Constants constants;
 
 // Whether a set or a dictionary has this key.

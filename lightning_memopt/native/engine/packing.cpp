@@ -4,6 +4,7 @@
 
 #include "making.h"
 #include "objects.h"
+#include "progress.h"
 #include "tensors.h"
 #include "values.h"
 
@@ -37,9 +38,9 @@ int64_t save_of(const Packing& packing, py::handle engine, PyObject* version, Py
 py::object pack(const Packing& packing, py::handle engine, const at::Tensor& t) {
   const py::object python = py::none();
   if (t.is_inference() || t.is_nested()) return python;
-  PyObject* const position = cursor_slots.position.get(packing.cursor.ptr());
+  const py::int_ position(progress_of(packing.cursor.ptr()).position);
   const auto keep = [&] {
-    return kept(t, py::reinterpret_steal<py::object>(PyTuple_Pack(2, packing.names.ptr(), position)));
+    return kept(t, py::reinterpret_steal<py::object>(PyTuple_Pack(2, packing.names.ptr(), position.ptr())));
   };
   if (!is_ordinary(t)) return keep();
   const auto address = py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(t.storage().unsafeGetStorageImpl()));
@@ -53,7 +54,7 @@ py::object pack(const Packing& packing, py::handle engine, const at::Tensor& t) 
   if (tensor == Py_None) return external ? keep() : python;
   if (has(packing.parked.ptr(), tensor)) return python;
 
-  const int64_t save = save_of(packing, engine, v, tensor, position);
+  const int64_t save = save_of(packing, engine, v, tensor, position.ptr());
   const bool parked = is_parked(holding);
   if (external || version_slots.next.get(v) != Py_None || !has(packing.tracked.ptr(), tensor)) return keep();
   if (save == kBefore && !parked) return keep();

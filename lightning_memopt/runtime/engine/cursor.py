@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 
 from lightning_memopt.graph import BEFORE
+from lightning_memopt.native.engine import loaded
 
 NEVER = 1 << 62
 """A position that no forward reaches."""
@@ -31,35 +33,42 @@ class PlanDeviation:
 
 
 class Cursor:
-    """How far a planned step has come.
+    """How far a planned step has come. Its fields belong to the native engine, where that is loaded (`new_cursor`).
 
     position: number of the plan's forward op that comes next.
     furthest: the largest position at which an op was recorded so far.
     lost: whether the last recorded op is not an op of the plan.
     point: in backward, the point of the graph whose segment ran last.
+    turn: in backward, the index in `Program.events` of the event that comes next.
     fence: position of the forward op after which the bytes of a parked tensor must be dropped (parking.py).
     deviation: how the step deviates from the plan so far.
+    on_plan: whether the forward has not deviated so far.
+    out_of_order: `PlanDeviation.out_of_order`.
     asked: whether autograd has asked for a save, so that a backward has begun.
     """
 
-    __slots__ = ("asked", "deviation", "fence", "furthest", "lost", "point", "position")
+    position: int
+    furthest: int
+    lost: bool
+    point: int
+    turn: int
+    fence: int
+    on_plan: bool
+    out_of_order: bool
+    asked: bool
 
     def __init__(self) -> None:
-        self.position = self.furthest = 0
-        self.lost = self.asked = False
+        self.position = self.furthest = self.turn = 0
+        self.lost = self.asked = self.out_of_order = False
+        self.on_plan = True
         self.point = BEFORE
         self.fence = NEVER
         self.deviation = PlanDeviation()
 
     @property
-    def on_plan(self) -> bool:
-        """Whether the forward has not deviated so far."""
-        return self.deviation.first is None
-
-    @property
     def strict(self) -> bool:
         """Whether neither forward nor backward has deviated so far."""
-        return self.deviation.first is None and not self.deviation.out_of_order
+        return self.on_plan and not self.out_of_order
 
     @property
     def past_fence(self) -> bool:
@@ -82,11 +91,23 @@ class Cursor:
 
     def deviate(self, name: str, aside: bool = False) -> None:
         """The op that has just run, `name`, is not the plan's op at the position. `aside`: see `PlanDeviation`."""
-        self.lost = True
+        self.lost, self.on_plan = True, False
         self.deviation.aside = self.deviation.aside and aside
         if self.deviation.first is None:
             self.deviation.first = (self.position, name)
 
     def deviate_in_backward(self) -> None:
         """Backward does not run in the observed order."""
-        self.deviation.out_of_order = True
+        self.out_of_order = self.deviation.out_of_order = True
+
+
+@cache
+def _owned_by(progress: type) -> type[Cursor]:
+    """The class of cursors whose fields are those of `progress`, a class of the native engine."""
+    return type("Cursor", (Cursor, progress), {"__slots__": ()})
+
+
+def new_cursor() -> Cursor:
+    """A cursor before the first op of a step."""
+    engine = loaded()
+    return Cursor() if engine is None else _owned_by(engine.Progress)()

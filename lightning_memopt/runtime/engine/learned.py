@@ -48,6 +48,7 @@ class Learned:
     sized: whether a recorded tensor is matched only to a tensor of the graph with the same size. False for a signature that
         borrows the plan of a larger batch.
     device: the training device; the session sets its index.
+    native: the native engine; None where there is none.
     templates: the templates of the ops of these forwards.
     familiar: tensor of the plan that is made before the forward -> (bytes, device) of the tensor that was last matched to it
         without further work.
@@ -58,14 +59,14 @@ class Learned:
         self.program = program
         self.sized = sized
         self.device = torch.device(program.graph.device)
-        self.templates = Templates(len(program.graph.forward))
+        self.native = loaded()
+        self.templates = Templates(self.native, len(program.graph.forward))
         self.familiar: dict[int, tuple[int, torch.device]] = {}
         self._spans: tuple[weakref.ref[nn.Module], Spans] | None = None
 
     @cached_property
     def actions(self) -> object:
-        engine = loaded()
-        return None if engine is None else actions_for(engine, self.program)
+        return None if self.native is None else actions_for(self.native, self.program)
 
     def counted_nbytes(self, nbytes: int, device: torch.device) -> int:
         """The bytes that a graph counts for a storage of `nbytes`: what the allocator rounds them to; 0 on other devices."""

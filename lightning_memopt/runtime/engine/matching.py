@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from lightning_memopt.device.places import generator_of
-from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Tape, storage_id, uncompiled
 from lightning_memopt.record.protocols import Owner
 from lightning_memopt.runtime.engine.holding import Holding, Version
@@ -30,7 +29,7 @@ class Matcher(Recorder):
     program: the plan.
     cursor: how far the forward has come.
     placing: finds the plan's op for a recorded op.
-    templates: the templates of this forward's ops.
+    templates: the templates of the ops of this forward, in the native engine's form.
     native: this object's data for the native engine; None where there is no native engine.
     """
 
@@ -48,7 +47,7 @@ class Matcher(Recorder):
         self._unread: list[tuple[Version, weakref.ref[torch.Tensor]]] = []
         self._unknown = False
         self._given: tuple[tuple, dict] = (), {}
-        self._engine = loaded()
+        self._engine = learned.native
         self.native = self._seen_natively()
 
     def _seen_natively(self) -> object:
@@ -95,7 +94,7 @@ class Matcher(Recorder):
     def settings_changed(self) -> None:
         super().settings_changed()
         templates = self._learned.templates
-        self.templates = templates.none() if self.elsewhere else templates.by_op
+        self.templates = templates.none() if self.elsewhere else templates.learned
 
     def settle(self) -> bool:
         """Before ops run unrecorded, read the counters that autograd has moved since the writes. Returns whether it could."""
@@ -166,7 +165,7 @@ class Matcher(Recorder):
         place = self.placing.place(record, self._given)
         engine = self._engine
         if engine is not None and place is not None and self.placing.reads_as_planned(record, place):
-            self.templates[place.position] = self._template(engine, record, place.position)
+            engine.learn(self.templates, place.position, self._template(engine, record, place.position))
 
     def _template(self, engine: Any, record: OpRecord, j: int) -> Template | OpOverload | None:
         if self.program.passes(j):

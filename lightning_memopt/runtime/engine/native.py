@@ -28,13 +28,11 @@ from lightning_memopt.record import (
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.interrupts import DEFERRED
 from lightning_memopt.record.undoing import Calls
-from lightning_memopt.runtime.engine.cursor import Cursor, PlanDeviation
 from lightning_memopt.runtime.engine.guard import Guard
 from lightning_memopt.runtime.engine.handles import Handle, Kept
 from lightning_memopt.runtime.engine.holding import Claim, Holding, in_order
 from lightning_memopt.runtime.engine.matching import Matcher
 from lightning_memopt.runtime.engine.rebuild import StartChangedError
-from lightning_memopt.runtime.engine.turns import Turns
 from lightning_memopt.torch_private import AUTOGRAD, compilation
 
 _TESTS: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
@@ -45,7 +43,7 @@ _TESTS: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
 """Name -> (overload, positional arguments after the first one, keyword arguments)."""
 
 
-_CLASSES = View, Call, StorageVersion, Holding, Kept, Handle, Matcher, Cursor, PlanDeviation, Guard, Turns
+_CLASSES = View, Call, StorageVersion, Holding, Kept, Handle, Matcher, Guard
 _OBJECTS = {
     **{cls.__name__: cls for cls in _CLASSES},
     **{origin.name: origin for origin in Origin},

@@ -11,7 +11,6 @@ import torch
 
 from lightning_memopt.errors import ModifiedError, NotGatheredError, OffloadError
 from lightning_memopt.graph import BEFORE
-from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import Fetch, Free, Segment
 from lightning_memopt.record import Origin, Recorder, storage_id, uncompiled
 from lightning_memopt.record.below import below_autograd
@@ -19,7 +18,7 @@ from lightning_memopt.record.interrupts import raise_deferred
 from lightning_memopt.runtime import spans
 from lightning_memopt.runtime.engine.base import Engine
 from lightning_memopt.runtime.engine.checks import Checks
-from lightning_memopt.runtime.engine.cursor import NEVER, Cursor
+from lightning_memopt.runtime.engine.cursor import NEVER, new_cursor
 from lightning_memopt.runtime.engine.guard import Guard
 from lightning_memopt.runtime.engine.handles import Handle, Kept
 from lightning_memopt.runtime.engine.holding import Holding, Version, can_make
@@ -67,7 +66,7 @@ class PlannedEngine(Engine):
         self.learned = learned
         self.program = program = learned.program
         self.unproven = unproven
-        self.cursor = Cursor()
+        self.cursor = new_cursor()
         self.checks = Checks(verify)
         self.guard = Guard(len(program.graph.points))
         self.parking = Parking(program, self.tape, self.cursor, self.checks, set(program.resident_starts), depot)
@@ -81,7 +80,7 @@ class PlannedEngine(Engine):
         self.packing: object = None
         self.calls = 0
         self.between: Matcher | None = None
-        self._native = loaded()
+        self._native = learned.native
 
     @property
     def names(self) -> Names:
@@ -106,10 +105,10 @@ class PlannedEngine(Engine):
     def next_call(self) -> bool:
         """A call of the model begins. Returns whether it is the plan's next one, before any of the backward has come."""
         turns, cursor = self.turns, self.cursor
-        if self.between is None or self.between.thread != get_ident() or cursor.deviation.out_of_order:
+        if self.between is None or self.between.thread != get_ident() or cursor.out_of_order:
             return False
         position = self.program.calls[self.calls]
-        if turns.next and turns.point > self.program.graph.forward[position].at:
+        if cursor.turn and turns.point > self.program.graph.forward[position].at:
             return False
         self.calls += 1
         cursor.skip_to(position + 1)
@@ -133,7 +132,7 @@ class PlannedEngine(Engine):
         super().end_forward()
         native = self._native
         if native is not None and self._backward is None and not self.checks.on:
-            step = self.tape.versions, self.holdings.active, self.cursor, self.turns, self.guard, self._due, self.rebuilt_ops
+            step = self.tape.versions, self.holdings.active, self.cursor, self.guard, self._due, self.rebuilt_ops
             self._backward = native.backward(self.learned.actions, *step)
 
     def wants_state(self, name: str) -> bool:
@@ -271,18 +270,18 @@ class PlannedEngine(Engine):
 
     def retains(self, version: Version) -> bool:
         """A version with handles stays if the plan has it in memory now, or if backward is out of order."""
-        return version.holding.handles > 0 and (self.cursor.deviation.out_of_order or self.holdings.lives(version))
+        return version.holding.handles > 0 and (self.cursor.out_of_order or self.holdings.lives(version))
 
     def _take(self, event: Event) -> Turn:
         """An event has come. First do what the plan does before it, and what it does at events that were passed over."""
         if self.recorder is not None and self.cursor.past_fence:
             self.parking.pass_fences()  # else the next op would drop what the event fetches
         turn = self.turns.take(event, in_forward=self.recorder is not None)
-        if self.guard.until and not self.cursor.deviation.out_of_order:
+        if self.guard.until and not self.cursor.out_of_order:
             for id in self.guard.pass_point(self.turns.point):
                 self.holdings.unguard(self.tape.versions[id])
         for passed in turn.passed:
-            if event[0] == passed[0] == "unpack" and not self.cursor.deviation.out_of_order:
+            if event[0] == passed[0] == "unpack" and not self.cursor.out_of_order:
                 self._run_segment(passed, asked=False)
             self._free(passed, passed=True)
         return turn

@@ -126,7 +126,7 @@ class PlannedHoldings(Holdings):
             if not self.parking.must_stay(version) and not (needed and not holding.parked.exact):
                 self.parking.let_go(version)
                 last = self.program.last_fetch.get(holding.tensor, BEFORE)
-                out_of_order = self.cursor.deviation.out_of_order
+                out_of_order = self.cursor.out_of_order
                 if holding.handles == 0 and not out_of_order and self.cursor.point >= last and not needed:
                     holding.unpark()  # A4
         elif self.may_drop(version):
@@ -139,7 +139,7 @@ class PlannedHoldings(Holdings):
             return False
         last = BEFORE if holding.tensor is None else self.program.last_fetch.get(holding.tensor, BEFORE)
         fetched_later = self.cursor.point < last  # the plan fetches it later, but this step did not park it
-        if not (self.cursor.deviation.out_of_order or version.id in self.guard.needed or fetched_later):
+        if not (self.cursor.out_of_order or version.id in self.guard.needed or fetched_later):
             return True
         return can_make(version, self.versions)
 

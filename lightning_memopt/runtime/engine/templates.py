@@ -25,28 +25,29 @@ Template = object
 class Templates:
     """The templates so far.
 
-    by_op: by position in the forward. An entry is just an overload if the plan does not depend on the op, and None if there
-        is no template. The last entry, after the last op, is always None.
+    learned: the templates, in the native engine's form.
     restless: whether the forward runs a backward (a penalty on gradients), so that saved-tensor hooks are never off.
     """
 
-    def __init__(self, n_ops: int) -> None:
-        self.by_op: list[Template | OpOverload | None] = []
+    def __init__(self, engine: Any, n_ops: int) -> None:
+        """engine: the native engine; None where there is none, and so no template."""
         self.restless = False
+        self._engine = engine
         self._n_ops = n_ops
+        self.learned: object = None
         self._settings: tuple[Any, ...] | None = None
 
-    def current(self) -> list[Template | OpOverload | None]:
-        """The templates. They are all forgotten when a rule or setting changes that decides which ops may run again."""
+    def current(self) -> object:
+        """`learned`. The templates are all forgotten when a rule or setting changes that decides which ops may run again."""
         settings = rules_in_force()
         if settings != self._settings:
-            self.by_op = self.none()
+            self.learned = self.none()
             self._settings = settings  # last, so that an interrupt in between does no harm
-        return self.by_op
+        return self.learned
 
-    def none(self) -> list[Template | OpOverload | None]:
+    def none(self) -> object:
         """No template for any op."""
-        return [None] * (self._n_ops + 1)
+        return None if self._engine is None else self._engine.templates(self._n_ops)
 
 
 class _Unnamed(Exception):

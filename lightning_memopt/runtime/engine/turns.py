@@ -30,21 +30,17 @@ class Turns:
     """The events of one backward.
 
     packed: saves that were packed in this step.
-    next: index in `Program.events` of the event that comes next.
     """
-
-    __slots__ = ("_cursor", "_program", "next", "packed")  # read by the native engine
 
     def __init__(self, program: Program, cursor: Cursor) -> None:
         self.packed: set[int] = set()
-        self.next = 0
         self._program = program
         self._cursor = cursor
 
     @property
     def point(self) -> int:
         """The point of the graph of the last event."""
-        return self._program.event_points[self.next - 1]
+        return self._program.event_points[self._cursor.turn - 1]
 
     def take(self, event: Event, in_forward: bool) -> Turn:
         """An event has come. If it is out of order, note that in the deviation. From then on only tensors that can be rebuilt
@@ -57,9 +53,9 @@ class Turns:
         if in_forward and (not self._cursor.deviation.aside or self._comes_early(event)):
             self._cursor.deviate_in_backward()
             return _NOT_PLANNED
-        events, first = self._program.events, self.next
+        events, first = self._program.events, self._cursor.turn
         if first < len(events) and events[first] == event:
-            self.next += 1
+            self._cursor.turn += 1
             return _PLANNED
         turn = self._program.turns.get(event, -1)
         passed = events[first : max(turn, 0)]
@@ -70,7 +66,7 @@ class Turns:
             self._cursor.deviate_in_backward()
         if turn < first:
             return _PLANNED
-        self.next = turn + 1
+        self._cursor.turn = turn + 1
         skipped = [other for other in passed if other[1] not in self.packed]
         return Turn(planned=True, passed=tuple(skipped)) if skipped else _PLANNED
 
@@ -79,5 +75,5 @@ class Turns:
         unpacks a save, or releases a graph, within the forward, and the plan does not know of that.
         """
         saves, upto = self._program.graph.saves, self._program.turns.get(event, -1) + 1
-        before = (save for _, save, _ in self._program.events[self.next : upto] if save not in self.packed)
+        before = (save for _, save, _ in self._program.events[self._cursor.turn : upto] if save not in self.packed)
         return any(saves[save].op >= self._cursor.position for save in before)

@@ -76,7 +76,7 @@ def moment_of(planned: PlannedEngine) -> Any:
     tape, deviation, tracked = planned.tape, planned.cursor.deviation, planned.program.tracked
     held = sorted(key for key, version in tape.versions.items() if version.holding.value is not None and key in tracked)
     handles = sum(version.holding.handles for key, version in tape.versions.items() if key in tracked)
-    progress = planned.turns.next, planned.cursor.point, len(planned.rebuilt_ops)
+    progress = planned.cursor.turn, planned.cursor.point, len(planned.rebuilt_ops)
     return held, handles, sorted(planned.holdings.active), progress, deviation.first, deviation.out_of_order
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -193,12 +194,13 @@ def test_conjugate_windows_and_unknown_ops_are_not_prepared(module: Any) -> None
     assert module.prepare("aten::no_such_op", "", [], {}) is None
 
 
-def test_one_line_where_it_cannot_be_built_and_none_where_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_line_where_it_cannot_be_built_and_none_where_it_is_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("MEMOPT_NATIVE", raising=False)
     monkeypatch.setattr(engine, "_module", None)
     monkeypatch.setattr(engine, "_tried", False)
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     lines: list[str] = []
     install_native(lines.append)
     install_native(lines.append)
