@@ -141,7 +141,7 @@ def segment(graph: Graph, point: int, births: Iterable[int], resident: Residency
             if t in seen and t not in targets and last_use[t] == i and (t not in overwritten or t in clones):
                 steps.append(Free(t))
         for out in op.outputs:
-            # a second copy of a tensor that is in memory already, an output that no op of the segment reads, or one that the
+            # a second copy of a tensor that is already in memory, an output that no op of the segment reads, or one that the
             # op does not make again
             if out not in targets and (last_use.get(out, -1) <= i or resident(out, point)):
                 steps.append(Free(out))
