@@ -43,9 +43,9 @@ def _segments(stages: Stages, firsts: Iterable[int]) -> tuple[Life, ...]:
     roll = Rollout(stages.graph)
     for first, end in pairwise(starts):
         segment = stages.spans[first:end]
-        roll.serve(_requests(segment), set(stages.given | segment[0].enters))
+        roll.serve(_unpacks(segment), set(stages.given | segment[0].enters))
     return roll.lives()
 
 
-def _requests(spans: Iterable[StageSpan]) -> list[tuple[int, int]]:
-    return sorted(request for span in spans for request in span.requests)
+def _unpacks(spans: Iterable[StageSpan]) -> list[tuple[int, int]]:
+    return sorted(unpack for span in spans for unpack in span.unpacks)

@@ -25,7 +25,7 @@ from lightning_memopt.graph.model import (
     Save,
     Tensor,
     around,
-    requests_of,
+    unpacks_of,
 )
 
 __all__ = [
@@ -49,7 +49,7 @@ __all__ = [
     "first_difference",
     "graph_from_json",
     "graph_to_json",
-    "requests_of",
+    "unpacks_of",
     "resident_nbytes",
     "resident_text",
     "unmodified_levels",

@@ -1,6 +1,6 @@
 """One training step as data: tensors, ops, saves of autograd, and the order in which everything happened.
 
-The axis is `Graph.points`: every op, every request of autograd for a saved tensor (*unpack*) and every moment when it lets go
+The axis is `Graph.points`: every op, every time autograd asks for a saved tensor (*unpack*) and every time it lets go
 of one (*release*), in the observed order. Lifetimes are closed intervals of indices on that axis: a tensor is in memory at the
 points `born_at .. freed_at`. Bytes are ints, times are float seconds, ids are consecutive ints from 0.
 """
@@ -173,10 +173,10 @@ def around(path: str) -> Iterator[str]:
         path = path.rpartition(".")[0]
 
 
-def requests_of(saves: Iterable[Save]) -> list[tuple[int, Save]]:
+def unpacks_of(saves: Iterable[Save]) -> list[tuple[int, Save]]:
     """(point, save) of every unpack of these saves, points rising."""
-    requests = [(point, save.id, save) for save in saves for point in save.unpacked_at]
-    return [(point, save) for point, _, save in sorted(requests, key=itemgetter(0, 1))]
+    unpacks = [(point, save.id, save) for save in saves for point in save.unpacked_at]
+    return [(point, save) for point, _, save in sorted(unpacks, key=itemgetter(0, 1))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,9 +240,9 @@ class Graph:
         return {t: tuple(saves) for t, saves in saves_by_tensor.items()}
 
     @cached_property
-    def requests(self) -> list[tuple[int, Save]]:
+    def unpacks(self) -> list[tuple[int, Save]]:
         """(point, save) of every unpack of the step, points rising."""
-        return requests_of(self.saves)
+        return unpacks_of(self.saves)
 
     @cached_property
     def overwritten(self) -> frozenset[int]:
@@ -342,7 +342,7 @@ class Graph:
         return max((s.released_at for s in self.saves_of.get(tensor, ())), default=BEFORE)
 
     def reads(self, tensor: int) -> Iterator[tuple[int, int]]:
-        """Intervals `(unpacked, released)` in which backward nodes use the tensor, in order of their first request."""
+        """Intervals `(unpacked, released)` in which backward nodes use the tensor, in the order of their first unpacks."""
         for save in sorted(self.saves_of.get(tensor, ()), key=lambda s: s.unpacked_at[:1] or (1 << 60,)):
             if save.unpacked_at:
                 yield save.unpacked_at[0], save.released_at

@@ -29,7 +29,7 @@ from lightning_memopt.solvers.recompute.baselines import per_unit
 from lightning_memopt.solvers.recompute.between import mixed, moments_between
 from lightning_memopt.solvers.recompute.echo import echo
 from lightning_memopt.solvers.recompute.stages import COARSE, FINE, cut, given_tensors
-from lightning_memopt.solvers.recompute.windows import fenced
+from lightning_memopt.solvers.recompute.windows import held_at_boundaries
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
 from lightning_memopt.units import ceil_div, format_nbytes
 
@@ -94,13 +94,13 @@ def _whole_graph(moment: bound.Moment) -> Iterator[tuple[str, tuple[Life, ...]]]
 def _holding(moment: bound.Moment, held: frozenset[int]) -> Iterator[tuple[Life, ...]]:
     """Plans that hold these tensors at a moment."""
     problem, graph = moment.problem, moment.problem.graph
-    requests = sorted((p, s.tensor) for s in graph.saves for p in s.unpacked_at)
-    spare = {t for _, t in requests}.difference(problem.needed).union(filter(problem.given, graph.producers))
+    unpacks = sorted((p, s.tensor) for s in graph.saves for p in s.unpacked_at)
+    spare = {t for _, t in unpacks}.difference(problem.needed).union(filter(problem.given, graph.producers))
     lost = {old for op in graph.ops if op.at <= graph.last_release for old, _ in op.mutates}
     always = unrepeatable(graph)
-    for horizon in (None, *(int(share * (requests[-1][0] - requests[0][0])) for share in _HORIZONS)):
+    for horizon in (None, *(int(share * (unpacks[-1][0] - unpacks[0][0])) for share in _HORIZONS)):
         roll = Rollout(graph)
-        roll.serve((r for r in requests if r[0] >= moment.since), (spare | held) - lost | always, horizon)
+        roll.serve((r for r in unpacks if r[0] >= moment.since), (spare | held) - lost | always, horizon)
         yield roll.lives()
 
 
@@ -151,12 +151,12 @@ def _smallest(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
 def smallest(graph: Graph, machine: Machine | None = None) -> Candidate:
     """A plan for few bytes, without solving anything else: it tells quickly whether a budget can be kept at all."""
     saves = any(s.tensor in graph.producers for s in graph.saves)
-    plans = itertools.chain(_plain(graph), _smallest(fenced(graph)) if saves else ())
-    pool, late = [], _late_nbytes(graph)
+    plans = itertools.chain(_plain(graph), _smallest(held_at_boundaries(graph)) if saves else ())
+    made, late = [], _late_nbytes(graph)
     for solver, lives in plans:
         with contextlib.suppress(LoweringError):
-            pool.append(Candidate(lives, simulate(graph, lives).predicted, solver, late))
-    return with_reserved(min(pool, key=_smallest_budget), (machine or Machine()).reserve(graph))
+            made.append(Candidate(lives, simulate(graph, lives).predicted, solver, late))
+    return with_reserved(min(made, key=_smallest_budget), (machine or Machine()).reserve(graph))
 
 
 def smallest_nbytes(graph: Graph, machine: Machine | None = None) -> int:
@@ -170,7 +170,7 @@ def _priced_by_flops(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(replace(op, seconds=op.flops * rate + op.seconds * _TIE) for op in graph.ops))
 
 
-def _pareto(pool: Iterable[Candidate], objective: Objective, rebuilt_op_seconds: float = 0.0) -> list[Candidate]:
+def _pareto(plans: Iterable[Candidate], objective: Objective, rebuilt_op_seconds: float = 0.0) -> list[Candidate]:
     """The Pareto set, with peaks rising and the objective falling. `rebuilt_op_seconds`: the engine's seconds for each op that
     runs again, in addition to the op's own.
     """
@@ -181,7 +181,7 @@ def _pareto(pool: Iterable[Candidate], objective: Objective, rebuilt_op_seconds:
         return (seconds,) if objective == "throughput" else (p.extra_flops, seconds)
 
     best: list[Candidate] = []
-    for c in sorted(pool, key=lambda c: (c.budget_nbytes, *price(c), c.predicted.rebuilt_ops)):
+    for c in sorted(plans, key=lambda c: (c.budget_nbytes, *price(c), c.predicted.rebuilt_ops)):
         if not best or price(c) < price(best[-1]):
             best.append(c)
     return best
@@ -280,26 +280,26 @@ def solve(
     began, began_clock = perf_counter(), clock()
     end, searching_since = began_clock + limit_seconds, began_clock
     unmodified = max(unmodified_levels(graph), default=0)
-    pool: list[Candidate] = []
+    made: list[Candidate] = []
     known: set[tuple[Life, ...]] = set()
     late = _late_nbytes(graph)
     moments: list[bound.Moment] = []
 
     def fill(plans: Iterable[tuple[str, tuple[Life, ...]]]) -> bool:
-        """Price plans into the pool; whether there was time for all."""
+        """Price these plans and add them to those made. Returns whether there was time for all."""
         for solver, lives in plans:
             try:
                 if lives not in known:  # a third of all plans is found by several solvers; the first one gets the credit
                     known.add(lives)
-                    pool.append(Candidate(lives, simulate(graph, lives).predicted, solver, late + beside(lives)))
+                    made.append(Candidate(lives, simulate(graph, lives).predicted, solver, late + beside(lives)))
             except LoweringError:
                 if not graph.windowed:  # in a sharded model this is usual: a chain may need weights of several units at once
                     detail(f"a plan of {solver} needs a tensor that cannot be made; left out")
             if over():
                 if end < began_clock + limit_seconds:
-                    say(f"{len(pool)} plans made; a longer search would take more time than it saves")
+                    say(f"{len(made)} plans made; a longer search would take more time than it saves")
                 else:
-                    say(f"time limit of {limit_seconds:g} s reached with {len(pool)} plans")
+                    say(f"time limit of {limit_seconds:g} s reached with {len(made)} plans")
                 return False
         return True
 
@@ -307,7 +307,7 @@ def solve(
         return clock() > end
 
     def front() -> list[Candidate]:
-        return _pareto(pool, objective, overhead.rebuilt_op)
+        return _pareto(made, objective, overhead.rebuilt_op)
 
     def early(plans: Iterator[tuple[str, tuple[Life, ...]]]) -> Iterator[tuple[str, tuple[Life, ...]]]:
         until = searching_since + _EARLY * (end - searching_since)
@@ -333,9 +333,9 @@ def solve(
             yield from _near(priced, front(), budget, reserve, over, thorough)
 
     saves = any(s.unpacked_at and s.tensor in graph.producers for s in graph.saves)
-    searched = fenced(graph)
+    searched = held_at_boundaries(graph)
     in_time = fill(_plain(graph)) and (not saves or fill(_smallest(searched)))
-    smallest = with_reserved(min(pool, key=_smallest_budget), reserve)
+    smallest = with_reserved(min(made, key=_smallest_budget), reserve)
     if in_time and saves:
         searching_since = clock()
         end = min(end, searching_since + search_seconds)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 
-from lightning_memopt.graph import BEFORE, Graph, Op, Save, requests_of
+from lightning_memopt.graph import BEFORE, Graph, Op, Save, unpacks_of
 from lightning_memopt.plan import Life
 
 _PASSES = 6
@@ -78,11 +78,11 @@ class Rollout:
         """
         left = _PASSES * len(self.graph.forward)
         producers = self.graph.producers
-        requests: dict[int, list[int]] = {}
+        asked_at: dict[int, list[int]] = {}
         if horizon is not None:
             unpacks = list(unpacks)
             for point, tensor in unpacks:
-                requests.setdefault(tensor, []).append(point)
+                asked_at.setdefault(tensor, []).append(point)
         for point, tensor in unpacks:
             if tensor in have or tensor not in producers:
                 continue
@@ -94,7 +94,7 @@ class Rollout:
             left -= len(ops)
             if horizon is not None and left > 0:
                 for t in {t for op in ops for t in rebuilt_by(self.graph.ops[op])}:
-                    asked = requests.get(t, ())
+                    asked = asked_at.get(t, ())
                     at = bisect_left(asked, point)
                     if at == len(asked) or asked[at] > point + horizon:
                         have.discard(t)
@@ -107,7 +107,7 @@ class Rollout:
         ops, tensors, release_after = graph.ops, graph.tensors, graph.release_after
         current: dict[int, _Instance] = {}
         done: list[tuple[int, _Instance]] = []
-        for point, save in graph.requests if self.saves is graph.saves else requests_of(self.saves):
+        for point, save in graph.unpacks if self.saves is graph.saves else unpacks_of(self.saves):
             released = release_after[point]
             for id in runs.get(point, ()):
                 op = ops[id]

@@ -178,7 +178,7 @@ def every_plan(graph: Graph, forms: dict, link: Link, stay: bool = True) -> Iter
     base = keep_all(graph)
     found = gaps(graph, base)
     fences = sorted({gap.leaves for gap in found.values()})
-    asked = TripPlanner(graph, base, link).requests(found)
+    asked = TripPlanner(graph, base, link).unpacks(found)
     choices = []
     for t, gap in found.items():
         mine: list[Trip | None] = [None] if stay or t not in forms else []

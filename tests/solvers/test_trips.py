@@ -103,23 +103,23 @@ def asked_twice() -> Graph:
 @pytest.mark.parametrize("rate", [15.0, 40.0, 99.0, 100.0, 101.0, 1000.0])
 @pytest.mark.parametrize("spread", [True, False])
 def test_one_trip_leaves_as_its_copy_ends_and_comes_back_in_time(rate: float, spread: bool) -> None:
-    """By definition: the first fence at which the copy out has ended, and the last request from which the copy back ends before
+    """By definition: the first fence at which the copy out has ended, and the last unpack from which the copy back ends before
     the tensor is needed; the first one where none is that early.
     """
     graph, link = chain() if spread else asked_twice(), Link(rate)
     planner = TripPlanner(graph, keep_all(graph), link)
     forms = {t: ("disk", graph.tensors[t].nbytes) for t in planner.gaps}
-    fences, requests = planner.fences(forms), planner.requests(forms)
+    fences, unpacks = planner.fences(forms), planner.unpacks(forms)
     ends = [sum(op.seconds for op in graph.ops if op.at <= p) for p in range(len(graph.points))]
     seen = set()
     for t, gap in planner.gaps.items():
         planner.fences = lambda _: fences  # type: ignore[assignment,method-assign]
-        planner.requests = lambda _: requests  # type: ignore[assignment,method-assign]
+        planner.unpacks = lambda _: unpacks  # type: ignore[assignment,method-assign]
         (trip,) = planner.plan({t: forms[t]})
         takes = graph.tensors[t].nbytes / rate
         gone = [p for p in fences if p >= gap.leaves and ends[p] >= ends[gap.leaves] + takes]
         assert trip.gone_at == (gone or fences[-1:])[0]
-        after = [p for p in requests if max(trip.gone_at, graph.tensors[t].freed_at) < p <= gap.needed]
+        after = [p for p in unpacks if max(trip.gone_at, graph.tensors[t].freed_at) < p <= gap.needed]
         back = [p for p in after if ends[p - 1] + takes <= ends[gap.needed - 1]]
         assert trip.back_at == (back[-1] if back else (after or [gap.needed])[0])
         seen.add((trip.gone_at - gap.leaves, gap.needed - trip.back_at))

@@ -28,7 +28,7 @@ from lightning_memopt.plan.allocator.reserved import reserved
 from lightning_memopt.plan.lower import Rebuild
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.recompute.baselines import per_unit
-from lightning_memopt.solvers.recompute.windows import fenced, unit_calls
+from lightning_memopt.solvers.recompute.windows import held_at_boundaries, unit_calls
 
 _SCALE = 1 << 14
 """Bytes are so many times as large where the planner leaves a fixed number of bytes free in its budgets."""
@@ -189,7 +189,7 @@ def test_a_boundary_that_reads_no_weight_may_be_rebuilt() -> None:
     ops[0] = replace(ops[0], inputs=(*ops[0].inputs, weights[0].id))
     ops[2] = replace(ops[2], inputs=(*ops[2].inputs, weights[1].id))
     graph = replace(graph, ops=tuple(ops), tensors=(*graph.tensors, *weights))
-    stuck = [op.id for op in fenced(graph).forward if not op.recomputable]
+    stuck = [op.id for op in held_at_boundaries(graph).forward if not op.recomputable]
     assert 0 in stuck and 1 not in stuck  # b is rebuilt from a, which is held
 
 

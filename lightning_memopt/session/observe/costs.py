@@ -28,7 +28,7 @@ from torch.nn import functional
 from lightning_memopt.device.backends import backend_of
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.device.places import current, indexed, on_host
-from lightning_memopt.graph import Graph, requests_of
+from lightning_memopt.graph import Graph, unpacks_of
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import Life, Overhead
 from lightning_memopt.record import Outside
@@ -209,7 +209,7 @@ def _checkpointed(graph: Graph, links: int = 1) -> tuple[Life, ...]:
     ends = [op.outputs[0] for op in graph.forward if op.name == "aten::add.Tensor"]
     held = set(ends[links - 1 :: links])
     roll = Rollout(graph)
-    roll.serve([(point, save.tensor) for point, save in requests_of(graph.saves)], held)
+    roll.serve([(point, save.tensor) for point, save in unpacks_of(graph.saves)], held)
     return roll.lives()
 
 

@@ -1,9 +1,9 @@
 """A lower bound on the seconds of every plan that rebuilds, offloads and compresses, by a Lagrangian relaxation at one point.
 
 At one point of the step, a tensor that is needed later is on the device, or encoded there, or in a tier, or rebuilt later.
-Bytes of the device and seconds of each direction of the link get prices. Every tensor that is held then takes its cheapest
-form, and a minimum cut decides which tensors are held: exact for those prices, and a bound for every plan. The prices that
-prove the most are found by cutting planes (Kelley, 1960). The proof: docs/formulation.md, "The joint bound".
+Bytes of the device and seconds of each direction of the link get prices. Every held tensor then takes its cheapest form, and a
+minimum cut decides which tensors are held. This is exact for the given prices, and a lower bound for every plan. The prices
+that prove the most are found by cutting planes (Kelley, 1960). The proof: docs/formulation.md, "The joint bound".
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from lightning_memopt.solvers.recompute.bound import requirements
 Forms = Mapping[int, Sequence[Form]]
 """Tensor -> the forms in which it may be parked, each with the bytes that the tensor takes in it."""
 _POINTS = 5
-"""Points of forward, and as many of backward, that are looked at beside the first request and the peak."""
+"""Number of points of forward, and also of backward, that are looked at in addition to the first unpack and the peak."""
 _ROUNDS = 40
 _CLOSE = 1e-3
 _DEAREST = 1e3
-"""A byte costs at most so many times the step's seconds over the bytes that can be held."""
+"""The highest price of a byte, as a multiple of (seconds of the step) / (bytes that can be held)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
     """Prices in seconds of the step.
 
-    byte: seconds per byte on the device.
-    out: seconds per second of copies from the device, at most 1.
-    back: seconds per second of copies to the device, at most 1.
+    byte: the price of a byte on the device.
+    out: the price of a second of copies from the device, at most 1.
+    back: the price of a second of copies to the device, at most 1.
     """
 
     byte: float
@@ -73,7 +73,9 @@ class FormCost:
         )
 
     def seconds(self, at: Prices) -> float:
-        """The cost at these prices. Links carry copies while the device encodes and decodes, so that time counts less."""
+        """The cost at these prices. Links carry copies while the device encodes and decodes, so the time of codecs counts
+        less.
+        """
         codec = (1 - at.out) * self.encode + (1 - at.back) * self.decode
         return codec + at.out * self.out + at.back * self.back + at.byte * self.stays
 
@@ -85,7 +87,7 @@ class Relaxed:
     held: tensors that are held, parked ones included.
     parked: the held tensors that are parked, each with its form.
     value_seconds: the cost at those prices.
-    seconds: the part of the cost that depends on no price.
+    seconds: the part of the cost that does not depend on prices.
     nbytes: bytes on the device, which `Prices.byte` multiplies.
     out, back: seconds of copies beyond those that the links have time for anyway, which `Prices.out` and `.back` multiply.
     """
@@ -106,9 +108,9 @@ class Relaxation:
         self.graph = graph
         self.problem = requirements(graph, point)
         self.natural_nbytes = base_levels(graph)[point] + workspaces(graph)[point]
-        requests = sorted((p, s.tensor) for s in graph.saves for p in s.unpacked_at)
-        asked = {t: p for p, t in reversed(requests) if p >= point}
-        last = requests[-1][0]
+        unpacks = sorted((p, s.tensor) for s in graph.saves for p in s.unpacked_at)
+        asked = {t: p for p, t in reversed(unpacks) if p >= point}
+        last = unpacks[-1][0]
         self.costs_of_forms = {
             t: [FormCost.of(form, graph.tensors[t].nbytes, rates) for form in forms[t]]
             for t in self.problem.tensors
@@ -116,14 +118,14 @@ class Relaxation:
         }
         begins = min((leaves_at(graph, t) for t in self.costs_of_forms), default=point)
         ends = max((asked.get(t, last) for t in self.costs_of_forms), default=point)
-        back = max(point + 1, requests[0][0])
+        back = max(point + 1, unpacks[0][0])
         self.before = sum(op.seconds for op in graph.ops if begins < op.at < point)
-        """Seconds that copies out have before the point, from where the first tensor may be parked."""
+        """Seconds available for copies out before the point, counted from where the first tensor may be parked."""
         self.after = sum(op.seconds for op in graph.ops if back <= op.at < ends)
-        """Seconds that copies in have after the point, until the last parked tensor is needed."""
+        """Seconds available for copies in after the point, until the last parked tensor is needed."""
 
     def cheapest(self, at: Prices) -> Relaxed:
-        """The solution at these prices. Raises ValueError where an overwritten tensor is needed that no op makes."""
+        """The solution at these prices. Raises ValueError if an overwritten tensor is needed that no op can make."""
         graph = self.graph
         hold_seconds: dict[int, float] = {}
         cheapest_form: dict[int, FormCost] = {}
@@ -182,7 +184,9 @@ class _Master:
         self._solver.Maximize(self._value)
 
     def add(self, relaxed: Relaxed) -> tuple[Prices, float]:
-        """Add a solution as a plane. Returns the next prices, and seconds that no prices prove more than."""
+        """Add a solution as a plane. Returns the next prices to try, and an upper limit on the seconds that any prices can
+        prove.
+        """
         slopes = ((relaxed.nbytes - self._room) * self._unit, relaxed.out, relaxed.back)
         row = self._solver.Constraint(-self._solver.infinity(), relaxed.seconds / self._total)
         row.SetCoefficient(self._value, 1.0)
@@ -195,14 +199,14 @@ class _Master:
 
 
 def points(graph: Graph, budget_nbytes: int) -> list[int]:
-    """Points at which plans within the budget have to give something up: the first request, the peak of the unmodified step,
+    """Points at which plans within the budget have to give something up: the first unpack, the peak of the unmodified step,
     and up to `_POINTS - 1` points above the budget in forward and as many in backward.
     """
-    requests = [p for s in graph.saves for p in s.unpacked_at]
-    if not requests:
+    unpacks = [p for s in graph.saves for p in s.unpacked_at]
+    if not unpacks:
         return []
-    levels = unmodified_levels(graph)[: max(requests) + 1]
-    first = min(requests)
+    levels = unmodified_levels(graph)[: max(unpacks) + 1]
+    first = min(unpacks)
     selected = {first, levels.index(max(levels))}
     over = [p for p, nbytes in enumerate(levels) if nbytes > budget_nbytes]
     for points_of_pass in ([p for p in over if p < first], [p for p in over if p > first]):

@@ -16,11 +16,11 @@ from lightning_memopt.units import ceil_div
 _UNITS = 1 << 20
 """CP-SAT counts in integers: bytes and seconds are multiples of this fraction of the largest amount."""
 _FOREVER = 1000 * _UNITS
-"""Longer stalls, copies and codecs are cut to this: CP-SAT counts in 64 bits."""
+"""Stalls, copies and codecs that take longer are cut to this, because CP-SAT counts in 64 bits."""
 _HIGH = 48
-"""Points above the budget that the model looks at, beside the first and the last."""
+"""Maximum number of points above the budget that the model looks at, in addition to the first and the last."""
 _CLOSE = 5e-3
-"""The solver stops where no other choice can be better by more than this share."""
+"""The solver stops when no other choice can be better by more than this share."""
 _SLACK = 1.1
 """The estimate of a choice's seconds may be too high by this factor."""
 
@@ -31,7 +31,7 @@ class _Pick:
 
     gap: where the tensor is not needed.
     cost: the form, and its cost.
-    after: the bytes are off the device at the points after this one and before `gap.needed`.
+    after: the bytes are off the device from the point after this one until before `gap.needed`.
     nbytes: how many bytes are off the device there.
     name: for the solver's log.
     """
@@ -47,7 +47,9 @@ class _Pick:
 
 
 def _worth(costs: Sequence[FormCost]) -> Iterator[FormCost]:
-    """The forms without dominated ones: another form is as good in everything. Of equal forms, the first stays."""
+    """The forms that are not dominated by another form that is at least as good in everything. Of equal forms, the first
+    stays.
+    """
 
     def amounts(cost: FormCost) -> tuple[float, ...]:
         return cost.encode + cost.decode, cost.out, cost.back, cost.stays
@@ -65,7 +67,7 @@ def _worth(costs: Sequence[FormCost]) -> Iterator[FormCost]:
 def _picks(
     graph: Graph, planner: TripPlanner, high: Sequence[int], forms: Forms, rates: TransferRates
 ) -> Iterator[list[_Pick]]:
-    """The picks of each tensor that takes bytes off a high point when it is parked."""
+    """The picks of each tensor that lowers a high point when it is parked."""
     for t, gap in planner.gaps.items():
         after, nbytes = max(gap.leaves, graph.tensors[t].freed_at), graph.tensors[t].nbytes
         if any(after < p < gap.needed for p in high):
@@ -87,8 +89,8 @@ def chosen(
 ) -> dict[int, Form] | None:
     """The tensors to park, each with its form, so that a plan with `levels` bytes at every point fits the budget.
 
-    The bytes at every high point come down to the budget, for the fewest seconds of codecs and of copies that the link has no
-    time for. None where no choice fits, or where none is estimated to take less than `below_seconds`.
+    The bytes at every high point come down to the budget, with the fewest seconds of codecs and of copies that the link has no
+    time for. None if no choice fits, or if every choice is estimated to take at least `below_seconds`.
     """
     model = cp_model.CpModel()
     high = _high_points(levels, budget)
@@ -117,7 +119,7 @@ def chosen(
     for pick, x in picks:
         codec = units(pick.cost.encode + pick.cost.decode)
         copied = pick.cost.out > 0 or pick.cost.back > 0
-        costs.append((x, codec + 1 if copied else codec))  # of two choices that cost nothing, the fewer copies
+        costs.append((x, codec + 1 if copied else codec))  # among choices that cost nothing, prefer fewer copies
     moved = [(pick, x) for pick, x in picks if pick.cost.out or pick.cost.back]
     for forward in (True, False):
         copies = [
@@ -150,14 +152,14 @@ def chosen(
     solver.parameters.relative_gap_limit = _CLOSE
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
-    solver.parameters.catch_sigint_signal = False  # it would leave the handler that ends the process at once
+    solver.parameters.catch_sigint_signal = False  # catching it leaves a handler that ends the process at once
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     return {pick.gap.tensor: pick.cost.form for pick, x in picks if solver.value(x)}
 
 
 def _high_points(levels: Sequence[int], budget: int) -> list[int]:
-    """Points above the budget: the local maxima, the highest of them where they are many, and the first and last one."""
+    """Points above the budget: the first, the last, and the local maxima (only the highest if there are many)."""
     over = [p for p, n in enumerate(levels) if n > budget]
     if not over:
         return []

@@ -1,7 +1,7 @@
-"""Improve a plan with trips step by step: change the trip of one tensor, or of two where few can be parked.
+"""Improve a plan with trips step by step: change the trip of one tensor, or of two if only few can be parked.
 
-A change is: no trip, another form, a trip that begins earlier or later, or that ends earlier or later. A change stays where the
-plan fits the budget and is faster by the simulator's clocks. Where few tensors can be parked, all changes are tried.
+A change removes a trip, gives it another form, or moves its begin or its end. A change is kept if the plan fits the budget and
+is faster by the simulator's clocks. If only few tensors can be parked, all changes are tried.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from lightning_memopt.solvers.joint.bound import Forms
 from lightning_memopt.solvers.offload.trips import Trip, TripPlanner, send_away
 
 _FEW = 6
-"""Up to so many points to leave at, or to come back at, are all tried; of more, the nearest, the first and the last."""
+"""If there are at most this many points at which a trip can begin or end, all are tried; else the nearest, the first and the
+last.
+"""
 _WORK = 300_000
-"""Points of timelines that are looked at: a count, so that the result does not depend on how busy the machine is."""
+"""Limit of the work, in points of timelines: a count, so that the result does not depend on how busy the machine is."""
 _PAIRS = 6
-"""Where no more tensors than these can be parked, two of them change at once."""
+"""If at most this many tensors can be parked, two of them are also changed at once."""
 
 
 class _Polish:
@@ -33,19 +35,19 @@ class _Polish:
         self.forms = {t: offered for t, offered in forms.items() if offered and t in self.planner.gaps}
         self.trips = {trip.gap.tensor: trip for trip in trips}
         self._fences = frozenset(self.planner.fences(()))
-        self._asked = self.planner.requests(self.forms)
+        self._asked = self.planner.unpacks(self.forms)
 
     def seconds(self, trips: Mapping[int, Trip]) -> float:
         return simulate(self.graph, send_away(self.lives, trips.values()), rates=self.rates).predicted.seconds
 
     def may(self, trips: Iterable[Trip]) -> bool:
-        """Whether the engine can wait at the points at which these trips leave."""
+        """Whether the engine can wait at the points at which these trips begin."""
         trips = list(trips)
         fences = self._fences.union(trip.gap.leaves for trip in trips)
         return all(trip.gone_at in fences for trip in trips)
 
     def ways(self, t: int) -> list[Trip | None]:
-        """The trips that a tensor may make, the present one first; None: it stays on the device."""
+        """The trips that a tensor may make, the present one first. None means that it stays on the device."""
         gap, now = self.planner.gaps[t], self.trips.get(t)
         trips: list[Trip | None] = [now] if now is None else [now, None]
         freed_at = self.graph.tensors[t].freed_at
@@ -62,7 +64,7 @@ class _Polish:
 
 
 def _near(points: Sequence[int], now: int) -> Iterator[int]:
-    """All points where they are few; else the two ends, the present point and its neighbours."""
+    """All points if they are few; else the first, the last, the present one and its neighbours."""
     if len(points) <= _FEW:
         yield from points
         return
@@ -80,7 +82,9 @@ def polished(
     limit_seconds: float,
     clock: Callable[[], float],
 ) -> list[Trip]:
-    """The best trips within the budget that changes of `trips` led to, for the lives of a plan without trips."""
+    """The best trips within the budget that can be reached from `trips` by such changes. `lives` are those of the plan without
+    trips.
+    """
     began = clock()
     polish = _Polish(graph, lives, trips, forms, rates)
     best = polish.seconds(polish.trips)

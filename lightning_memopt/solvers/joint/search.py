@@ -1,13 +1,14 @@
 """Recomputation, offload and compression decided together, for one budget.
 
-Relaxed, the three are one minimum cut: at the point with the highest peak, a tensor that backward needs is on the device, or
-encoded there, or in a tier, or rebuilt later. `bound` solves this, and proves a lower bound on the seconds of every plan.
+A relaxation of the three decisions is a single minimum cut: at the point of the peak, a tensor that backward needs is on the
+device, or encoded there, or in a tier, or rebuilt later. `bound` solves this, and proves a lower bound on the seconds of every
+plan.
 
 The search starts from the cuts and from the plans that only recompute. For each start, CP-SAT chooses the tensors to park so
-that the plan fits the budget, against the link's capacity (`choice`); the simulator prices each result. Starts that fit without
-parking take part, and so do the policies of `offload.policies` and the best plans that only move or only encode. So the result
-is never worse than any of these. Forms that encode *and* move come last, because the other starts do not depend on them. The
-best plan is polished (`polish`).
+that the plan fits the budget, against the link's capacity (`choice`); the simulator prices each result. Also considered are
+starts that fit without parking, the policies of `offload.policies`, and the best plans that only move or only encode. So the
+result is never worse than any of these. Forms that encode *and* move come last, because the other starts do not depend on them.
+The best plan is polished (`polish`).
 """
 
 from __future__ import annotations
@@ -30,19 +31,21 @@ from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
 from lightning_memopt.units import ceil_div
 
 _PRICES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
-"""Prices of a byte, in seconds of the whole step per byte of what is held in it."""
+"""Prices of a byte, as multiples of (seconds of the step) / (bytes held in it)."""
 _LINK = (0.0, 0.25, 0.5, 1.0)
 _STARTS, _NEXT = 24, 8
 _SHARES = (1.0, 0.85, 0.7, 0.55)
 _CHOICE_SECONDS = 0.4
 ALONE_SHARE, _BOUND_SHARE, _POLISH_SHARE = 0.4, 0.15, 0.2
-"""Of the time limit, at most: for plans that only move, or only encode; for the bound; for what is tried on the best plan."""
+"""Maximum shares of the time limit: for plans that only move or only encode; for the bound; for polishing the best plan."""
 _CLOSE = 1e-3
 """A plan this close to the bound is good enough."""
 Lives = tuple[Life, ...]
 _Plans = Sequence[tuple[str, Lives]]
 _Start = tuple[str, Lives, Mapping[int, Form] | None, float]
-"""Name of the solver, lives, forms of the tensors to park (None: `choice` decides), share of the budget to choose for."""
+"""(name of the solver, lives, forms of the tensors to park or None to let `choice` decide, share of the budget to choose
+for).
+"""
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,9 @@ class Joint:
     """A plan of the joint search.
 
     lives: the lives of the plan.
-    predicted: their price.
+    predicted: its predicted cost.
     solver: the start that the plan came from.
-    bound_seconds: every plan within the budget takes at least so many extra seconds.
+    bound_seconds: every plan within the budget takes at least these extra seconds.
     seconds: how long the search took.
     """
 
@@ -64,13 +67,13 @@ class Joint:
 
     @property
     def gap(self) -> float:
-        """How far above the bound it may be, as a share of its own extra seconds."""
+        """How far the plan may be above the best one, as a share of its extra seconds: its distance from the bound."""
         seconds = self.predicted.seconds
         return max(0.0, 1.0 - self.bound_seconds / seconds) if seconds > 0 else 0.0
 
 
 def _allowed(graph: Graph, lives: Iterable[Life], forms: Forms) -> dict[int, Sequence[Form]]:
-    """The forms without the inexact ones of tensors that a rebuild reads."""
+    """The forms, without inexact ones for tensors that a rebuild reads."""
     read = {
         t
         for steps in lower(graph, lives).segments.values()
@@ -82,7 +85,9 @@ def _allowed(graph: Graph, lives: Iterable[Life], forms: Forms) -> dict[int, Seq
 
 
 def _accepted(trips: Iterable[Trip], forms: Forms) -> Iterator[Trip]:
-    """Trips in allowed forms: their own form, else the first of its kind. Trips without an allowed form are left out."""
+    """Trips in allowed forms: in their own form, or else in the first allowed one of the same kind. Other trips are left
+    out.
+    """
     for trip in trips:
         kind = _kind(trip.form)
         of_kind = [form for form in forms.get(trip.gap.tensor, ()) if _kind(form[0]) == kind]
@@ -99,7 +104,7 @@ def _kind(form: str) -> tuple[bool, bool]:
 
 
 class _Instant:
-    """Links and codecs that take no time, so that tensors are parked for as long as they can be."""
+    """Rates by which links and codecs take no time, so that tensors are parked for as long as possible."""
 
     def out_seconds(self, tier: str, nbytes: int) -> float:
         return 0.0
@@ -110,8 +115,8 @@ class _Instant:
 def least(
     graph: Graph, plans: Iterable[Lives], forms: Forms, needed: Callable[[Lives], int] | None = None
 ) -> tuple[int, Lives]:
-    """The fewest bytes that one of these plans needs, and its lives, where every tensor is parked that can be, in its smallest
-    form and for as long as it can be. `needed`: bytes that a plan needs, its peak by default.
+    """The fewest bytes that one of these plans needs, and its lives, if every tensor that can be parked is, in its smallest
+    form and for as long as possible. `needed`: gives the bytes that a plan needs; by default its peak.
     """
     needed = needed or (lambda lives: simulate(graph, lives).predicted.peak_nbytes)
     candidates = []
@@ -171,13 +176,13 @@ class _Search:
         return line
 
     def extend(self, start: _Start, forms: Forms) -> None:
-        """Consider a start as it is, and with tensors parked: those that it names, else those that `choice` finds for a share
-        of the budget (less than all of it, because copies lag behind the choice).
+        """Consider a start as it is, and with tensors parked: those that it names, or else those that `choice` finds for a
+        share of the budget. (The share is below 1 because copies end later than the choice assumes.)
         """
         solver, lives, first, share = start
         line = self.consider(solver, lives)
         if max(line.nbytes) <= self.budget_nbytes or self._loses(line.predicted.seconds):
-            return  # it fits as it is, or what runs again takes too long already
+            return  # it fits as it is, or its rebuilds alone already take too long
         planner, allowed = TripPlanner(self.graph, lives, self.rates), _allowed(self.graph, lives, forms)
         parked = first
         if parked is None:
@@ -195,7 +200,7 @@ class _Search:
             self.consider(f"{solver}, {len(trips)} parked", lives, trips)
 
     def polish(self, forms: Forms) -> None:
-        """Improve the best plan by changes of single trips, as long as one helps."""
+        """Improve the best plan by changing single trips, as long as that helps."""
         lives, trips = self.origin
         if self.best is not None and trips:
             left = max(0.0, min(_POLISH_SHARE * self.limit_seconds, self.limit_seconds - self.seconds))
@@ -220,7 +225,7 @@ class _Search:
                     fits = TripPlanner(self.graph, lives, self.rates).within(parked, self.budget_nbytes, planned=trips)
                     if fits is not None:
                         self.consider(name, lives, fits)
-                except ValueError:  # its lives cannot begin in this graph, or the rates lack a link that it needs
+                except ValueError:  # lives of the policy cannot begin in this graph, or the rates lack a link that it needs
                     continue
             if self.over:
                 return
@@ -235,7 +240,9 @@ class _Cuts:
         self._lost = {old for op in graph.ops if op.at <= graph.last_release for old, _ in op.mutates}
 
     def rolled(self, relaxation: Relaxation, held: Iterable[int]) -> Lives:
-        """The lives that hold these tensors and those that cost nothing at the point, and rebuild the rest when asked for."""
+        """The lives that hold these tensors and those that cost nothing at the point, and rebuild the rest when it is asked
+        for.
+        """
         problem, asked = relaxation.problem, {t for _, t in self._requests}
         spare = asked.difference(problem.needed).union(filter(problem.given, self.graph.producers))
         roll = Rollout(self.graph)
@@ -243,7 +250,7 @@ class _Cuts:
         return roll.lives()
 
     def starts(self) -> Iterator[_Start]:
-        """Cuts for a grid of prices, with the tensors that they park."""
+        """Starts from cuts for a grid of prices, with the tensors that the cuts park."""
         if not self._requests:
             return
         levels = unmodified_levels(self.graph)[: self._requests[-1][0] + 1]
@@ -251,7 +258,7 @@ class _Cuts:
         unit = sum(op.seconds for op in self.graph.ops) / max(1, relaxation.problem.total_nbytes)
         seen = set()
         for price in (unit * p for p in _PRICES):
-            for link in _LINK:  # both directions are as busy, where what goes out comes back
+            for link in _LINK:  # both directions are equally busy, because what goes out comes back
                 try:
                     relaxed = relaxation.cheapest(Prices(price, link, link))
                 except ValueError:  # a tensor is needed there that no op can make
@@ -268,8 +275,8 @@ def _kept(graph: Graph) -> Iterator[_Start]:
 
 
 def _spread(plans: _Plans, fitting: int) -> list[_Start]:
-    """Starts from plans that only recompute: the `_NEXT` plans just above the budget, which have to park little, and about
-    `_STARTS` plans spread over all.
+    """Starts from plans that only recompute: the `_NEXT` plans just above the budget, which need to park little, and about
+    `_STARTS` plans spread over the whole frontier.
     """
     stride = max(1, ceil_div(len(plans), _STARTS))
     chosen = dict.fromkeys((*range(fitting, min(len(plans), fitting + _NEXT)), *range(len(plans) - 1, -1, -stride), 0))
@@ -277,7 +284,7 @@ def _spread(plans: _Plans, fitting: int) -> list[_Start]:
 
 
 def _of(forms: Forms, kinds: Iterable[tuple[bool, bool]]) -> Forms:
-    """Those of these kinds: (with a codec, in a tier)."""
+    """The forms of these kinds; a kind is (with a codec, in a tier)."""
     return {t: [form for form in offered if _kind(form[0]) in kinds] for t, offered in forms.items()}
 
 
@@ -285,7 +292,7 @@ _TIER, _CODEC, _BOTH = (False, True), (True, False), (True, True)
 
 
 def _search(search: _Search, forms: Forms, plans: Iterable[tuple[str, Lives]], recompute: bool) -> float:
-    """Fill `search` with the best plan. Returns seconds that every plan takes at least."""
+    """Run the search. `search` then has the best plan. Returns a lower bound on the seconds of every plan."""
     graph, budget_nbytes, rates = search.graph, search.budget_nbytes, search.rates
     recomputed = list(plans)
     fitting = bisect_right(recomputed, budget_nbytes, key=lambda plan: simulate(graph, plan[1]).predicted.peak_nbytes)
@@ -303,7 +310,7 @@ def _search(search: _Search, forms: Forms, plans: Iterable[tuple[str, Lives]], r
         proved, priced = bound(graph, budget_nbytes, forms, rates, _BOUND_SHARE * search.limit_seconds, search.clock)
 
     def starts() -> Iterator[tuple[_Start, Forms]]:
-        """Starts with their forms; those that need no choice come first."""
+        """Starts with their forms. Starts for which nothing must be chosen come first."""
         later: list[tuple[_Start, Forms]] = []
         for offered in (plain, both) if both != plain else (plain,):
             if recompute:
@@ -338,8 +345,8 @@ def solve_joint(
     clock: Callable[[], float] = process_time,
     overhead: Callable[[Lives], float] = lambda _: 0.0,
 ) -> Joint | None:
-    """The fastest plan found within the budget; None where none fits. `plans`: those that only recompute, by peaks rising.
-    `recompute`: without it, nothing runs again, and no bound is proved. `clock`: what the limit is counted by.
+    """The fastest plan found within the budget; None if none fits. `plans`: plans that only recompute, with rising peaks.
+    `recompute`: if False, no op runs again, and no bound is proven. `clock`: measures the time limit.
     """
     search = _Search(graph, budget_nbytes, rates, limit_seconds, clock, overhead)
     proved = _search(search, forms, plans, recompute)

@@ -1,12 +1,13 @@
 """Choose the tensors to park, and when they come back, by the dependencies between layers alone.
 
 Input: an observed graph and the rates of a link. Output: lives and trips. Every saved feature map is parked, except those of
-layers that hold next to nothing. There is no budget and no search among plans. Source: Yang, Cheng, *Efficient GPU Memory
+layers that hold very little. There is no budget and no search among plans. Source: Yang, Cheng, *Efficient GPU Memory
 Management for Nonlinear DNNs* (HPDC 2020; "Dymem"), 3.1 and 3.2, Algorithms 1 and 2. The differences from the source:
 docs/formulation.md, "Away".
 
-A copy out begins when its tensor is packed; the bytes are freed when the copy has ended, and no layer waits for it. A copy in
-begins when the search of a layer finds its tensor: no more than two compute-heavy layers ahead, that layer included.
+A copy out begins when its tensor is packed. The bytes are freed when the copy has ended, and no layer waits for it. A copy in
+begins when the search of a layer finds its tensor, which is at most two compute-heavy layers ahead, the searching layer
+included.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from dataclasses import replace
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life
 from lightning_memopt.plan.clocks import TransferRates
-from lightning_memopt.solvers.offload.policy import comes_back, kinds, layer_of, requests
+from lightning_memopt.solvers.offload.policy import comes_back, kinds, layer_of, unpacks
 from lightning_memopt.solvers.offload.trips import Form, Gap, Trip, TripPlanner
 from lightning_memopt.solvers.rollout import keep_all
 
 STAYING = frozenset(
     {"addmm", "mm", "bmm", "linear", "_softmax", "_log_softmax", "native_dropout", "nll_loss_forward", "cross_entropy_loss"}
 )
-"""Fully connected layers, softmax and dropout hold under a hundredth of all bytes: they are not moved (Dymem, 2.3, 3.3.2)."""
+"""Layers whose tensors are not moved, because they hold less than a hundredth of all bytes (Dymem, 2.3, 3.3.2)."""
 HEAVY_AHEAD = 2
 
 
@@ -48,10 +49,10 @@ def flow(graph: Graph) -> list[int]:
 
 
 def prefetches(graph: Graph, gaps: Mapping[int, Gap]) -> dict[int, int]:
-    """Tensor -> the request at which the search of a layer finds it (Algorithm 2).
+    """Tensor -> the unpack at which the search of a layer finds it (Algorithm 2).
 
-    A layer whose backward begins searches the reverse of the flow for parked tensors, and stops at the heavy layer that is one
-    too many; light layers do not count. A tensor that no search finds in time is fetched when it is read.
+    When the backward of a layer begins, the layer searches the reversed flow for parked tensors. It stops at the third heavy
+    layer; light layers do not count. A tensor that no search finds in time is fetched when it is read.
     """
     order = flow(graph)[::-1]
     place = {op: i for i, op in enumerate(order)}
@@ -81,7 +82,7 @@ def dymem_trips(graph: Graph, rates: TransferRates, tier: str = "host") -> tuple
     read_by = kinds(graph)
     forms: dict[int, Form] = {t: (tier, graph.tensors[t].nbytes) for t in planner.gaps if not read_by.get(t, set()) <= STAYING}
     prefetch_at = prefetches(graph, {t: planner.gaps[t] for t in forms})
-    asked = requests(graph, forms)
+    asked = unpacks(graph, forms)
     trips = []
     for trip in planner.plan(forms):
         wanted = prefetch_at.get(trip.gap.tensor, trip.gap.needed)

@@ -1,6 +1,6 @@
 """The offload and compression policies of published papers, to compare with and to start from.
 
-Each is a `policy.Policy`: in go a graph, the rates of a link and the tier at its other end; out come lives and trips. `joint`
+Each is a `policy.Policy`. In: a graph, the rates of a link, and the tier at its other end. Out: lives and trips. `joint`
 tries all of them as starts.
 
 Sources: Rhu et al., *vDNN* (MICRO 2016), layer by layer with a barrier; Wang et al., *SuperNeurons* (PPoPP 2018), 3.2 to 3.4;
@@ -18,7 +18,7 @@ from lightning_memopt.plan import Life
 from lightning_memopt.plan.clocks import TransferRates
 from lightning_memopt.plan.readers import short
 from lightning_memopt.solvers.offload.dymem import dymem_trips
-from lightning_memopt.solvers.offload.policy import Policy, comes_back, kinds, requests
+from lightning_memopt.solvers.offload.policy import Policy, comes_back, kinds, unpacks
 from lightning_memopt.solvers.offload.trips import Form, Trip, TripPlanner
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
 from lightning_memopt.units import ceil_div
@@ -34,9 +34,13 @@ CHEAP = frozenset(
         *("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "add", "add_", "cat"),
     }
 )
-"""Pooling, activation, LRN and normalisation run again (SuperNeurons, 3.4), and joins, of which autograd saves nothing."""
+"""Layers that run again: pooling, activation, LRN and normalisation (SuperNeurons, 3.4), and joins, for which autograd saves
+nothing.
+"""
 _AHEAD = 2
-"""So many tensors ahead, a tensor begins to come back (FreeLunch, III-A: two are enough)."""
+"""A tensor begins to come back when backward asks for the tensor this many places before it (FreeLunch, III-A: two are
+enough).
+"""
 
 
 def liveness(graph: Graph, rates: TransferRates, tier: str) -> LivesAndTrips:
@@ -49,8 +53,8 @@ def _raw(graph: Graph, tensors: Collection[int], tier: str) -> dict[int, Form]:
 
 
 def _layer_before(graph: Graph) -> dict[int, int]:
-    """Request -> the first request of the layer whose backward comes just before."""
-    asked = requests(graph, graph.producers)
+    """Unpack -> the first unpack of the layer whose backward comes just before."""
+    asked = unpacks(graph, graph.producers)
     firsts: list[int] = []
     first_before: dict[int, int] = {}
     last = -1
@@ -63,14 +67,14 @@ def _layer_before(graph: Graph) -> dict[int, int]:
 
 
 def vdnn(graph: Graph, rates: TransferRates, tier: str, layers: str = "all") -> LivesAndTrips:
-    """Layer by layer: a map has left when the last layer that reads it ends; its copy in begins one layer ahead, so that it
-    hides behind that layer only. `layers`: "all", or "conv" for the inputs of convolutions.
+    """Layer by layer: the copy out of a map must end with the last layer that reads it. Its copy in begins one layer ahead, so
+    only that layer can hide it. `layers`: "all", or "conv" for the inputs of convolutions.
     """
     lives = keep_all(graph)
     planner = TripPlanner(graph, lives, rates)
     chosen = planner.gaps if layers == "all" else sorted(_convolutions_read(graph, planner))
     before = _layer_before(graph)
-    asked = requests(graph, graph.producers)
+    asked = unpacks(graph, graph.producers)
     trips = []
     for t, (form, nbytes) in _raw(graph, chosen, tier).items():
         gap = planner.gaps[t]
@@ -88,8 +92,10 @@ def one_stream(graph: Graph, rates: TransferRates, tier: str) -> LivesAndTrips:
 
 
 def _ahead(graph: Graph, planner: TripPlanner, forms: dict[int, Form], ahead: int = _AHEAD) -> list[Trip]:
-    """Bytes go when their copy has ended and begin to come back when the tensor that is needed so many before is asked for."""
-    asked = requests(graph, forms)
+    """Bytes are freed when their copy has ended. They begin to come back when backward asks for the tensor `_AHEAD` places
+    before.
+    """
+    asked = unpacks(graph, forms)
     order = sorted(planner.plan(forms), key=lambda trip: (trip.gap.needed, -trip.gap.tensor))
     wanted = [trip.gap.needed for trip in order]
     return [
@@ -115,7 +121,7 @@ def recompute_cheap(graph: Graph, rates: TransferRates, tier: str) -> LivesAndTr
 
 
 def superneurons(graph: Graph, rates: TransferRates, tier: str) -> LivesAndTrips:
-    """Inputs and results of convolutions are moved, results of light layers are rebuilt (SuperNeurons, 3.2 to 3.4)."""
+    """Inputs and results of convolutions are moved; results of light layers are rebuilt (SuperNeurons, 3.2 to 3.4)."""
     return _convolutions_away(graph, rates, recompute_cheap(graph, rates, tier)[0], tier)
 
 
@@ -148,14 +154,16 @@ def _in_place(planner: TripPlanner, forms: dict[int, Form]) -> list[Trip]:
 
 
 def compression(graph: Graph, rates: TransferRates, tier: str, bits: int = 6) -> LivesAndTrips:
-    """Every map stays on the device, encoded (FreeLunch, III). 6 bits of 32: the source's rate of five, nearly."""
+    """Every map stays on the device, encoded (FreeLunch, III). With 6 of 32 bits, the ratio is near the source's, which is
+    five.
+    """
     lives = keep_all(graph)
     planner = TripPlanner(graph, lives, rates)
     return lives, _in_place(planner, _encoded(graph, planner.gaps, bits))
 
 
 def hybrid(graph: Graph, rates: TransferRates, tier: str, bits: int = 4) -> LivesAndTrips:
-    """Inputs of convolutions are encoded, 8 to 1, the rest is moved (FreeLunch, IV-C)."""
+    """Inputs of convolutions are encoded, 8 to 1, and all others are moved (FreeLunch, IV-C)."""
     lives = keep_all(graph)
     planner = TripPlanner(graph, lives, rates)
     encoded = _encoded(graph, sorted(_convolutions_read(graph, planner)), bits)
@@ -176,4 +184,4 @@ POLICIES: dict[str, Policy] = {
     "compression": compression,
     "compression + swapping": hybrid,
 }
-"""By the name in tables."""
+"""Name in tables -> policy."""

@@ -1,4 +1,4 @@
-"""What offload policies share: what a policy is, how its trips are carried out, and questions about saves that several ask.
+"""What offload policies share: the type of a policy, how its trips are carried out, and helpers that look up saves.
 
 A policy takes a graph, the rates of links and the tier at their other end, and returns lives and trips. `dymem` is one, and
 `policies` has the others. `carry_out` turns lives and trips into the lives of a plan.
@@ -24,7 +24,7 @@ def carry_out(
 ) -> tuple[tuple[Life, ...], bool]:
     """The lives of a policy, and whether they fit the budget.
 
-    Where memory runs out, the step waits for copies (Dymem, 3.2.1).
+    If memory runs out, the step waits for copies (Dymem, 3.2.1).
     """
     lives, trips = policy(graph, rates, tier)
     if budget_nbytes is not None:
@@ -51,16 +51,16 @@ def kinds(graph: Graph) -> dict[int, set[str]]:
     return names
 
 
-def requests(graph: Graph, tensors: Iterable[int]) -> list[int]:
+def unpacks(graph: Graph, tensors: Iterable[int]) -> list[int]:
     """The points at which autograd asks for one of these tensors, made by an op of the step."""
     wanted = {t for t in tensors if t in graph.producers}
     return sorted({p for s in graph.saves if s.tensor in wanted for p in s.unpacked_at})
 
 
 def comes_back(gap: Gap, wanted: int, gone_at: int, graph: Graph, asked: list[int]) -> int:
-    """The request at which a tensor begins to come back.
+    """The unpack at which a tensor begins to come back.
 
-    It is the first one from the point `wanted` on at which the tensor is parked; without such a request, `gap.needed`.
+    It is the first one from the point `wanted` on at which the tensor is parked; if there is none, `gap.needed`.
     """
     after = max(gone_at, graph.tensors[gap.tensor].freed_at) + 1
     i = bisect_right(asked, max(wanted, after) - 1)

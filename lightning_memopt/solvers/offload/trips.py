@@ -58,7 +58,7 @@ Form = tuple[str, int]
 
 
 def gaps(graph: Graph, lives: Iterable[Life], schedule: Schedule | None = None) -> dict[int, Gap]:
-    """Tensor -> its gap, for tensors that the lives hold from forward and that user code frees before they are needed again."""
+    """Tensor -> its gap, for tensors that the lives hold from forward and that user code frees before backward needs them."""
     lives = tuple(lives)
     schedule = schedule or lower(graph, lives)
     needed: dict[int, int] = {}
@@ -117,10 +117,10 @@ class TripPlanner:
         return simulate(self.graph, self.lives).nbytes
 
     def plan(self, forms: Mapping[int, Form]) -> list[Trip]:
-        """Trips of these tensors, in the order in which they leave."""
+        """The trips of these tensors, in the order in which they begin."""
         chosen = sorted((self.gaps[t] for t in forms), key=lambda gap: (gap.leaves, gap.tensor))
         fences = self.fences(forms)
-        requests = self.requests(forms)
+        unpacks = self.unpacks(forms)
         out: dict[int, int] = {}
         free = 0.0
         for gap in chosen:
@@ -137,19 +137,21 @@ class TripPlanner:
             back[gap.tensor] = gap.needed
             if tier := tier_of(form):
                 free = min(free, self.ends[gap.needed - 1]) - self.rates.in_seconds(tier, nbytes)
-                i = bisect_right(requests, free, key=lambda p: self.ends[p - 1]) - 1
-                first = bisect_right(requests, max(out[gap.tensor], self.graph.tensors[gap.tensor].freed_at))
-                back[gap.tensor] = min(gap.needed, requests[max(i, first)]) if first < len(requests) else gap.needed
+                i = bisect_right(unpacks, free, key=lambda p: self.ends[p - 1]) - 1
+                first = bisect_right(unpacks, max(out[gap.tensor], self.graph.tensors[gap.tensor].freed_at))
+                back[gap.tensor] = min(gap.needed, unpacks[max(i, first)]) if first < len(unpacks) else gap.needed
         return [Trip(gap, out[gap.tensor], back[gap.tensor], *forms[gap.tensor]) for gap in chosen]
 
     def fences(self, forms: Iterable[int]) -> list[int]:
-        """Points of the forward at which the engine may wait for a copy: where autograd packs a tensor to park or to drop."""
+        """Points of the forward at which the engine may wait for a copy: those where autograd packs a tensor that is parked or
+        dropped.
+        """
         saved = (t for t in self._dropped if t in self.graph.saves_of)
         points = {leaves_at(self.graph, t) for t in saved}.union(self.gaps[t].leaves for t in forms)
         return sorted(p for p in points if p < self.graph.backward_begins)
 
-    def requests(self, forms: Iterable[int]) -> list[int]:
-        """Unpack points at which the engine is asked: those of dropped and of parked tensors."""
+    def unpacks(self, forms: Iterable[int]) -> list[int]:
+        """Unpack points at which autograd asks the engine for bytes: those of dropped and of parked tensors."""
         tensors = self._dropped.union(forms)
         return sorted({p for s in self.graph.saves if s.tensor in tensors for p in s.unpacked_at})
 
@@ -160,19 +162,19 @@ class TripPlanner:
     def within(
         self, forms: Mapping[int, Form], budget_nbytes: int, rounds: int = 200, planned: Iterable[Trip] | None = None
     ) -> list[Trip] | None:
-        """Trips of these tensors that fit the budget, longer ones where needed; None where even the longest do not fit.
+        """Trips of these tensors that fit the budget. They are made longer if needed; None if even the longest do not fit.
 
         `planned`: trips of the same tensors to start from; by default those of `plan`.
         """
         trips = {trip.gap.tensor: trip for trip in (self.plan(forms) if planned is None else planned)}
         fences = self.fences(trips)
-        requests = self.requests(forms)
+        unpacks = self.unpacks(forms)
         for _ in range(rounds):
             levels = self.levels(trips.values())
             over = [p for p, nbytes in enumerate(levels) if nbytes > budget_nbytes]
             if not over:
                 return list(trips.values())
-            squeezed = [self._squeeze(trips, p, fences, requests) for p in (levels.index(max(levels)), over[0], over[-1])]
+            squeezed = [self._squeeze(trips, p, fences, unpacks) for p in (levels.index(max(levels)), over[0], over[-1])]
             if not any(squeezed):
                 return None
         return None
@@ -189,8 +191,9 @@ class TripPlanner:
             moved.add(first, last, nbytes)
         return [level + change for level, change in zip(self._levels, moved.levels(), strict=True)]
 
-    def _squeeze(self, trips: dict[int, Trip], p: int, fences: list[int], requests: list[int]) -> bool:
-        """Make the trips longer whose tensors are at the point `p` because they wait for the link or came back early.
+    def _squeeze(self, trips: dict[int, Trip], p: int, fences: list[int], unpacks: list[int]) -> bool:
+        """Make trips longer if their tensors are on the device at the point `p` only because they wait for the link or came
+        back early.
 
         Returns whether there was such a trip.
         """
@@ -201,7 +204,7 @@ class TripPlanner:
                 trips[t] = replace(trip, gone_at=max(trip.gap.leaves, fences[earlier]))
                 moved = True
             elif trip.back_at <= p < trip.gap.needed:
-                later = bisect_right(requests, p)
-                trips[t] = replace(trip, back_at=min(trip.gap.needed, requests[later]))
+                later = bisect_right(unpacks, p)
+                trips[t] = replace(trip, back_at=min(trip.gap.needed, unpacks[later]))
                 moved = True
         return moved

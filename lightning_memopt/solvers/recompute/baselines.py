@@ -1,6 +1,6 @@
-"""Baselines: the policies that frameworks ship, as solvers of the same shape as any other.
+"""Baselines: the policies that frameworks ship, with the same interface as any other solver.
 
-Input: an observed graph (and its stages where the policy speaks of layers). Output: lives. No policy looks at bytes.
+Input: an observed graph, and its stages if the policy is about layers. Output: lives. No policy looks at bytes.
 Source: Chen, Xu, Zhang, Guestrin, *Training deep nets with sublinear memory cost* (2016): `mirror` is its "drop the
 results of low cost operations" as Echo (ISCA 2020, V-B) describes and measures it. Policies that no command of the package
 shows are in benchmarks/lib/baselines.py.
@@ -25,7 +25,7 @@ def unmodified(graph: Graph) -> tuple[Life, ...]:
 
 
 def mirror(graph: Graph) -> tuple[Life, ...]:
-    """Run every light op again and hold the results of the others, also where an op's inputs are larger than its outputs.
+    """Run every light op again and hold the results of the others, even if an op's inputs are larger than its outputs.
 
     As in the framework that Echo is compared with: dropout is not run again, and the backward of a heavy op reads what the
     forward gave it (Echo, fig. 14c), so that is held too.
@@ -46,26 +46,26 @@ def recompute_everything(graph: Graph, stages: Stages | None = None) -> tuple[Li
     stages = stages or cut(graph)
     roll = Rollout(graph)
     for span in reversed(stages.spans):
-        roll.serve(span.requests, set(stages.given))
+        roll.serve(span.unpacks, set(stages.given))
     return roll.lives()
 
 
 def per_layer(graph: Graph, layers: Collection[str]) -> tuple[Life, ...]:
-    """torch.utils.checkpoint around each of these layers (names of modules): what enters or leaves a layer is held. All of the
-    layer runs again when its backward begins, as far as backward needs it.
+    """torch.utils.checkpoint around each of these layers (names of modules): what enters or leaves a layer is held. When the
+    backward of the layer begins, all of its ops that backward needs run again.
     """
     return _checkpointed(graph, _calls(graph, layers).values())
 
 
 def per_unit(graph: Graph) -> tuple[Life, ...]:
-    """torch.utils.checkpoint around each unit whose sharded weights go after its forward; `keep_all` where there is none. What
-    autograd asks for while the weights are away is held, too.
+    """torch.utils.checkpoint around each unit that frees its gathered weights after its forward; `keep_all` if there is no such
+    unit. Tensors that autograd asks for while the weights are away are held, too.
     """
     return _checkpointed(graph, unit_calls(graph))
 
 
 def _checkpointed(graph: Graph, calls: Collection[Sequence[int]]) -> tuple[Life, ...]:
-    """`calls`: ids of the forward ops of each part that is checkpointed."""
+    """`calls`: the ids of the forward ops of each part that is checkpointed."""
     call_of = {op: i for i, ops in enumerate(calls) for op in ops}
     held = {t for t, op in graph.producers.items() if op.id not in call_of}
     for op in graph.forward:
@@ -75,10 +75,10 @@ def _checkpointed(graph: Graph, calls: Collection[Sequence[int]]) -> tuple[Life,
     for i, ops in enumerate(calls):
         weights = {t for o in ops for t in graph.ops[o].inputs if graph.tensors[t].windows}
         saved = [(point, save.tensor) for save in graph.saves if call_of.get(save.op) == i for point in save.unpacked_at]
-        requests = [(p, tensor) for p, tensor in saved if all(graph.tensors[t].there(p) for t in weights)]
-        held.update({tensor for _, tensor in saved}.difference(tensor for _, tensor in requests))
-        if requests:
-            roll.run(min(requests)[0], roll.closure([tensor for _, tensor in requests], held))
+        unpacks = [(p, tensor) for p, tensor in saved if all(graph.tensors[t].there(p) for t in weights)]
+        held.update({tensor for _, tensor in saved}.difference(tensor for _, tensor in unpacks))
+        if unpacks:
+            roll.run(min(unpacks)[0], roll.closure([tensor for _, tensor in unpacks], held))
     return roll.lives()
 
 

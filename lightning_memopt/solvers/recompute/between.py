@@ -1,7 +1,7 @@
-"""Plans between two plans of a graph: they use a budget that is too small for the one and large for the other.
+"""Plans between two plans of a graph, for budgets that are too small for the one and larger than the other needs.
 
-Up to a moment of the forward, tensors live as in the one plan, and behind it as in the other. So a plan can checkpoint six
-layers of twelve although no solver proposed it: prices on a hull only give the plans at its corners.
+Tensors made before some point of the forward live as in the one plan, and tensors made after it as in the other. So a plan can
+checkpoint six layers of twelve although no solver proposed this: the prices of a hull give only the plans at its corners.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Lives = tuple[Life, ...]
 
 
 def _tight(graph: Graph, lives: Iterable[Life]) -> Lives:
-    """The lives of the same rebuilds, each only as long as it is read. Raises LoweringError."""
+    """The lives for the same rebuilds, each shortened to end with its last read. Raises LoweringError."""
     roll = Rollout(graph)
     for point, steps in lower(graph, lives).segments.items():
         roll.run(point, [step.op for step in steps if isinstance(step, Rebuild)])
@@ -26,7 +26,7 @@ def _tight(graph: Graph, lives: Iterable[Life]) -> Lives:
 def mixed(graph: Graph, early: Iterable[Life], late: Iterable[Life], moment: int) -> Lives:
     """The plan in which tensors made before point `moment` live as in `early`, and all others as in `late`.
 
-    Raises LoweringError where such a plan would ask for what cannot be made.
+    Raises LoweringError if such a plan would need a tensor that cannot be made.
     """
     born = [tensor.born_at for tensor in graph.tensors]
     lives = [life for life in early if born[life.tensor] < moment] + [life for life in late if born[life.tensor] >= moment]
@@ -34,7 +34,7 @@ def mixed(graph: Graph, early: Iterable[Life], late: Iterable[Life], moment: int
 
 
 def moments_between(graph: Graph, plan: Iterable[Life], other: Iterable[Life], parts: int) -> list[int]:
-    """Points that cut the tensors which live otherwise in the two plans into `parts` parts of about as many bytes."""
+    """Points that divide the tensors whose lives differ between the two plans into `parts` parts of about equal bytes."""
     differing = sorted({life.tensor for life in set(plan) ^ set(other)}, key=lambda t: graph.tensors[t].born_at)
     total = sum(graph.tensors[t].nbytes for t in differing)
     points: list[int] = []

@@ -1,7 +1,8 @@
 """A lower bound on the extra seconds of every plan of a graph within a budget. The proof: docs/formulation.md, "The bound".
 
-At any one point of the step, each tensor that the rest of backward asks for is held by the plan, or in memory anyway, or
-rebuilt at that point or later. The budget, less the bytes that no plan changes, limits the first; `mincut` prices the last.
+At any one point of the step, each tensor that the rest of backward asks for is either held by the plan, or in memory anyway, or
+rebuilt at that point or later. The budget, less the bytes that no plan changes, limits how much can be held; `mincut` gives the
+seconds of rebuilding the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from lightning_memopt.solvers.recompute.windows import without
 from lightning_memopt.units import ceil_div
 
 _NEAR, _VERTICES, _CLOSED = 48, 24, 4
-"""For one budget: the most points, the most cuts at each, and how many points are proven for whole tensors."""
+"""For one budget: the maximum number of points, of cuts at each point, and of points whose bound is proven in whole tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +25,12 @@ class Moment:
     """A point of the step, and the bound there.
 
     natural_nbytes: bytes in memory whatever the plan says.
-    problem: the cut problem of the tensors that a plan may hold beside them.
+    problem: the cut problem of the tensors that a plan may hold in addition.
     hull: its solutions.
-    proven: (bytes, seconds): no choice that holds at most these bytes takes fewer seconds, found without the hull's gap.
-    held: what the best choice holds that was found for it.
-    since: before this point nothing needs to be rebuilt.
+    proven: (bytes, seconds): no choice that holds at most these bytes takes fewer seconds. This was proven in whole tensors, so
+        it is not weakened by gaps of the hull.
+    held: what the best choice found in that proof holds.
+    since: before this point, nothing needs to be rebuilt.
     """
 
     natural_nbytes: int
@@ -47,12 +49,12 @@ class Moment:
 def requirements(graph: Graph, point: int, there: Collection[int] = ()) -> HoldOrRebuild:
     """The cut problem of the tensors that every plan holds at `point`, or rebuilds at it or later.
 
-    Needed: tensors that autograd asks for from there on. Free: tensors that are in memory anyway or are yet to be made, and
-    those of `there`. Lost: tensors that are overwritten before the first request, so that no plan holds them; past it a plan
-    may hold a copy. Ops whose weights do not come again do not run again.
+    Needed are the tensors that autograd asks for from there on. Free are those that are in memory anyway or not made yet, and
+    those of `there`. Lost are those that are overwritten before the first unpack, so that no plan can hold them; after the
+    first unpack, a plan may hold a copy. Ops do not run again if their weights do not come back.
     """
     gone = _gone(graph)
-    lost = gone if point <= _first_request(graph) else frozenset()
+    lost = gone if point <= _first_unpack(graph) else frozenset()
     needed = [s.tensor for s in graph.saves if s.unpacked_at and s.unpacked_at[-1] >= point and s.tensor not in gone]
     away = frozenset(t for t in graph.windowed if graph.tensors[t].freed_at < point)
     if away:
@@ -62,29 +64,29 @@ def requirements(graph: Graph, point: int, there: Collection[int] = ()) -> HoldO
     )
 
 
-def _first_request(graph: Graph) -> int:
+def _first_unpack(graph: Graph) -> int:
     return min((p for s in graph.saves for p in s.unpacked_at), default=len(graph.points))
 
 
 def _gone(graph: Graph) -> frozenset[int]:
-    """Tensors that are overwritten before the first request."""
-    first = _first_request(graph)
+    """Tensors that are overwritten before the first unpack."""
+    first = _first_unpack(graph)
     return frozenset(old for op in graph.ops if op.at < first for old, _ in op.mutates)
 
 
 def being_read(graph: Graph, point: int) -> frozenset[int]:
-    """Tensors that only autograd holds at a point, and that it reads there: every plan has them in memory."""
+    """Tensors that only autograd holds at a point and that it reads there. Every plan has them in memory."""
     asked = (s.tensor for s in graph.saves if len(s.unpacked_at) == 1 and s.unpacked_at[0] < point <= s.released_at)
     made = frozenset(t for t in asked if t in graph.producers and not graph.tensors[t].there(point))
     return made - _gone(graph)
 
 
 def near(graph: Graph, budget_nbytes: int, over: Callable[[], bool] = lambda: False) -> list[Moment]:
-    """The bounds for one budget at up to `_NEAR` ops of backward at which the unmodified step is above it, the highest ones
-    proven for whole tensors. `over`: whether the time for it is over.
+    """The bounds for one budget at up to `_NEAR` ops of backward at which the unmodified step is above the budget. The highest
+    ones are proven in whole tensors. `over`: whether time is up.
     """
     levels, natural, extra = unmodified_levels(graph), base_levels(graph), workspaces(graph)
-    first = _first_request(graph)
+    first = _first_unpack(graph)
     above = [op.at for op in graph.ops if first < op.at <= graph.last_release and levels[op.at] > budget_nbytes]
     found = []
     for point in above[:: ceil_div(len(above), _NEAR) or 1]:
@@ -111,11 +113,11 @@ def moment(graph: Graph, point: int, vertices: int) -> Moment:
 
 
 def moments(graph: Graph, vertices: int = 24) -> list[Moment]:
-    """The bounds at two points where every plan must give something up: the first request, and the
-    peak of the unmodified step up to the last request.
+    """The bounds at two points where every plan must give something up: the first unpack, and the
+    peak of the unmodified step up to the last unpack.
     """
-    requests = [p for s in graph.saves for p in s.unpacked_at]
-    if not requests:
+    unpacks = [p for s in graph.saves for p in s.unpacked_at]
+    if not unpacks:
         return []
-    levels = unmodified_levels(graph)[: max(requests) + 1]
-    return [moment(graph, point, vertices) for point in sorted({min(requests), levels.index(max(levels))})]
+    levels = unmodified_levels(graph)[: max(unpacks) + 1]
+    return [moment(graph, point, vertices) for point in sorted({min(unpacks), levels.index(max(levels))})]

@@ -1,7 +1,7 @@
-"""A plan of which the lives of few tensors change at a time, and what each change costs.
+"""A plan that is changed a few tensors at a time, and what each change costs.
 
 To price a plan, `plan.simulate` walks the whole step. A change of a tensor touches a few segments: those in which it is made
-or read. A `Draft` lowers only these again, and adds what is otherwise to the bytes of every point. Prices are those of the
+or read. A `Draft` lowers only these again, and adds the differences to the bytes at every point. Prices are those of the
 simulator (tests/solvers/test_local_search.py compares them).
 """
 
@@ -34,12 +34,12 @@ Lives = tuple[Life, ...]
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """Other lives of some tensors, and the plan that they lead to.
+    """Other lives for some tensors, and the plan that results.
 
-    lives: the tensors -> their lives.
-    segments: point -> the segment there, where it is another one than before; empty where nothing runs any more.
-    nbytes: bytes at every point, as of `Timeline.nbytes`.
-    extra_seconds: by how much the ops that run again take longer than before; below 0: they take less.
+    lives: tensor -> its new lives.
+    segments: point -> its segment, for points whose segment changes; empty if nothing runs there any more.
+    nbytes: bytes at every point, as in `Timeline.nbytes`.
+    extra_seconds: how many seconds longer the ops that run again take than before; negative if they take less.
     """
 
     lives: dict[int, tuple[Life, ...]]
@@ -121,7 +121,7 @@ class Draft:
         return self._resident(tensor, point)
 
     def change(self, lives: Mapping[int, Iterable[Life]]) -> Change | None:
-        """What comes of other lives of these tensors. None where a life could not begin."""
+        """The change that gives these tensors other lives. None if one of these lives could not begin."""
         after = {t: tuple(other) for t, other in lives.items()}
         before = {t: self.lives_of.get(t, []) for t in after}
         touched = {t: {p: self._resident(t, p) for p in self.segments_of(t)} for t in after}
@@ -148,7 +148,7 @@ class Draft:
         return self._priced(after, segments, births)
 
     def after(self, change: Change) -> Draft:
-        """The plan with a change, and with all lives only as long as they are read then. Raises LoweringError."""
+        """The plan with a change, in which all lives end with their last read. Raises LoweringError."""
         roll = Rollout(self.graph)
         for point, steps in (self.segments | change.segments).items():
             roll.run(point, (op.id for op in self.ops(steps)))
@@ -179,7 +179,7 @@ class Draft:
         return Change(after, segments, nbytes, seconds)
 
     def _above(self, cost: SegmentCost, births: set[int]) -> int:
-        """Bytes above those of the lives at its point while a segment runs."""
+        """Bytes that a segment takes while it runs, in addition to the lives at its point."""
         return max(0, cost.rise_nbytes - sum(self.graph.tensors[t].nbytes for t in births))
 
     def _with_state(self, steps: Segment) -> list[int]:

@@ -1,8 +1,8 @@
 """Choose the light ops to run again so that autograd saves fewer bytes: a dataflow analysis in near-linear time.
 
-Input: an observed graph. Output: lives whose simulated peak is below that of the unmodified step, or its own lives.
-There is no budget and no search: ops that cannot shrink the footprint are not run again, so the extra seconds stay small.
-Source: Zheng, Vijaykumar, Pekhimenko, *Echo: Compiler-based GPU memory footprint reduction for LSTM RNN training*
+Input: an observed graph. Output: lives whose simulated peak is below that of the unmodified step, or else the lives of the
+unmodified step. There is no budget and no search: ops that cannot shrink the footprint are not run again, so the extra seconds
+stay small. Source: Zheng, Vijaykumar, Pekhimenko, *Echo: Compiler-based GPU memory footprint reduction for LSTM RNN training*
 (ISCA 2020), sections IV and V, Algorithm 1. Mathematics and departures from it: docs/formulation.md.
 
 The *path* is the set of ops to run again. A *feature* is a tensor that backward asks for. A tensor that the path reads and does
@@ -27,7 +27,7 @@ def subgraphs(path: Footprint, ops: Iterable[int]) -> list[list[int]]:
     """Split ops of the path where they share no bytes: disjoint, each in topological order, the last of forward first.
 
     Two ops belong together if one reads what the other makes, or if both read a tensor that is held for the path alone.
-    Compute-heavy ops and anchors are the boundaries, for they are not on the path.
+    Compute-heavy ops and anchors separate subgraphs, because they are not on the path.
     """
     root = {o: o for o in ops}
 
@@ -106,7 +106,7 @@ def just_in_time(path: Footprint, held: Collection[int] = ()) -> tuple[Life, ...
 
 @collector_paused()
 def echo(graph: Graph) -> tuple[Life, ...]:
-    """Lives of the analysis, never worse than the unmodified step: a lower simulated peak, or `keep_all`."""
+    """The lives that result from the analysis if they have a lower simulated peak, else those of `keep_all`."""
     path = recomputation(graph)
     if not path.ops:
         return keep_all(graph)
@@ -124,9 +124,8 @@ def echo(graph: Graph) -> tuple[Life, ...]:
 
 
 def back_at_peak(path: Footprint, lives: Iterable[Life], timeline: Timeline) -> list[int]:
-    """Tensors that are rebuilt by the peak and in memory at it: dropping them has not lowered it.
-
-    As many as can be held until then without making a new peak, those that come back the earliest first.
+    """Tensors that are rebuilt before the peak and in memory at it, so that dropping them has not lowered the peak. As many are
+    chosen as can be held until then without making a new peak, the earliest to be rebuilt first.
     """
     peak = timeline.peak_at
     at_peak = [life for life in lives if life.how == "rebuild" and life.born_at <= peak <= life.freed_at]

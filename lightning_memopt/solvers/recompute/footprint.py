@@ -1,6 +1,6 @@
-"""The bytes that running light ops again costs and saves, while ops are removed: the data of Echo's dataflow analysis.
+"""The bytes that it costs and saves to run light ops again, updated as ops are removed: the data of Echo's dataflow analysis.
 
-Input: an observed graph. State: the path (ops to run again) and who on it reads what; bytes are counted once a storage,
+Input: an observed graph. State: the path (ops to run again) and who on it reads what; the bytes of a storage are counted once,
 however many ops share it. Source: Echo (ISCA 2020), sections IV-A and V-A; see docs/formulation.md.
 """
 
@@ -12,13 +12,12 @@ from lightning_memopt.graph import BEFORE, Graph, Op
 from lightning_memopt.solvers.rollout import rebuilt_by
 
 _CONE = 64
-"""Before a removal is judged, at most so many ops upstream are looked at that nothing needs after it."""
+"""Maximum number of upstream ops that are considered when a removal is judged: ops that nothing would need after it."""
 
 
 class Footprint:
-    """The path of a graph and the bytes it costs: `light_ops` until ops are removed. Tensors count once a storage.
-
-    Of the versions of a storage only the last can be held (the others are overwritten), so counting tensors is enough.
+    """The path of a graph and the bytes it costs. At first it has all `light_ops`; then ops are removed. Each storage counts
+    once: only its last version can be held, because the others are overwritten, so counting tensors is enough.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -29,7 +28,7 @@ class Footprint:
         """Without outputs that an op does not make again: they are held whatever the path is, like what was there before."""
         self.readers: dict[int, set[int]] = {}
         self.reads: dict[int, list[int]] = {}
-        """What an op of the path reads, without what was there before the step."""
+        """What an op of the path reads, except what existed before the step."""
         self._last_request = max((p for s in graph.saves for p in s.unpacked_at), default=BEFORE)
         seconds = sum(op.seconds for op in graph.forward)
         nbytes = sum(self.nbytes(t) for t in self.features if t in self.made_by)
@@ -45,7 +44,9 @@ class Footprint:
         return tensor in self.features or bool(self.readers.get(tensor))
 
     def holds(self, tensor: int) -> bool:
-        """Whether a tensor that the path reads is in memory for the path alone: not made by it, not a feature."""
+        """Whether a tensor that the path reads is in memory only for the path: the path does not make it, and it is not a
+        feature.
+        """
         return tensor not in self.features and self.made_by[tensor] not in self.ops
 
     def nbytes(self, tensor: int) -> int:
@@ -63,7 +64,7 @@ class Footprint:
         return op.state_nbytes + op.seconds * self._bytes_per_second
 
     def cut(self, group: Iterable[int]) -> set[int] | None:
-        """The group and the readers of what it makes that cannot be held; None if backward asks for such a tensor."""
+        """The group, and the readers of its results that cannot be held. None if backward asks for such a result."""
         gone = set(group)
         stack = list(gone)
         while stack:
@@ -77,7 +78,7 @@ class Footprint:
         return gone
 
     def upstream(self, gone: set[int], limit: int | None = None) -> float:
-        """Add to `gone` the ops that nobody needs without it (at most `limit`); bytes let go by all of them."""
+        """Add to `gone` up to `limit` ops that nothing else needs. Returns the bytes that removing all of `gone` frees."""
         released: float = 0
         seen: set[int] = set()
         stack = list(gone)
@@ -103,7 +104,9 @@ class Footprint:
         return released
 
     def remove(self, group: Iterable[int], only_if_no_worse: bool = True) -> bool:
-        """Take the group off the path if holding its results costs no more than it lets go of; whether it went."""
+        """Take the group off the path if holding its results costs no more than removing it frees. Returns whether it was
+        removed.
+        """
         gone = self.cut(group)
         if gone is None:
             return False

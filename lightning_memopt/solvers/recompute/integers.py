@@ -1,4 +1,4 @@
-"""The fewest seconds in which a cut problem can be solved within some bytes, whole tensors only: no hull has a gap there."""
+"""The fewest seconds of a cut problem within a number of bytes, in whole tensors. Unlike the hull, this has no gaps."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from ortools.sat.python import cp_model
 from lightning_memopt.solvers.recompute.mincut import HoldOrRebuild
 
 _UNITS = 1 << 40
-"""Number of units that stand for the seconds of all ops; each op's are rounded down."""
+"""Number of integer units that stand for the seconds of all ops. The seconds of each op are rounded down to units."""
 _FLOATS = 1 - 1e-9
 """As in `mincut`."""
 _EFFORT = 0.5
-"""The solver's own measure of work, about seconds; it does not depend on how busy the machine is."""
+"""Limit in CP-SAT's own measure of work, about seconds. It does not depend on how busy the machine is."""
 
 
 def least_seconds(problem: HoldOrRebuild, nbytes: int) -> tuple[float, frozenset[int] | None]:
-    """No choice that holds at most `nbytes` takes fewer seconds (infinite: none holds so few); what the best one holds that was
-    found.
+    """Seconds such that no choice that holds at most `nbytes` takes fewer (infinite if no choice holds so little), and what the
+    best choice that was found holds.
     """
     graph = problem.graph
     if not problem.needed:

@@ -1,11 +1,12 @@
-"""Improve plans that only rebuild by one tensor at a time: drop one at the peak, or keep one where there is room.
+"""Improve plans that only rebuild, one tensor at a time: drop one at the peak, or keep one where there is room.
 
-Minimum cuts look at one or two points of the step, and a chain at its stages; their plans leave a peak at a third point, or
-room beside it. A walk *down* drops, of the largest tensors at the peak of a plan, the one whose rebuild takes the least time
-for a byte; then the peak is somewhere else. A walk *up* keeps tensors that are rebuilt although there is room to keep them.
+Minimum cuts look at only one or two points of the step, and a chain only at its stages. So their plans may have a peak at some
+other point, or leave memory unused. A walk *down* looks at the largest tensors at the peak of a plan and drops the one whose
+rebuild takes the least time per byte; then it goes on with the new peak. A walk *up* keeps tensors that are rebuilt although
+there is room to keep them.
 
-A rebuild of what was dropped may need much else again. A *wide* walk down also tries to hold what the rebuild starts from, and
-looks at more tensors: it finds more, and takes several times as long.
+Rebuilding a dropped tensor may need many other tensors again. A *wide* walk down also tries to hold the tensors that the
+rebuild starts from, and looks at more tensors. It finds more plans, and takes several times as long.
 """
 
 from __future__ import annotations
@@ -23,26 +24,27 @@ from lightning_memopt.solvers.recompute.draft import Change, Draft, Lives
 from lightning_memopt.solvers.rollout import rebuilt_by
 
 _FEW, _MANY = 12, 40
-"""Number of the largest tensors at a peak that a walk tries to drop, and that a wide walk does."""
+"""How many of the largest tensors at a peak a walk tries to drop, and how many a wide walk tries."""
 _STARTS, _STRIDE = 12, 3
-"""A search begins at so many plans above the limit: every third one first."""
+"""Number of plans above the limit at which a search begins. Every third one is tried first."""
 _LOOSER = 1.05, 1.1, 1.2, 1.4
-"""The best plan walks up to so many times the limit, and down again, until none of these helps."""
+"""From the best plan, walks go up to these multiples of the limit and down again, as long as one of them helps."""
 _STEPS = 60
-"""The most steps of a walk down. One that does not reach the limit by then is given up."""
+"""Maximum number of steps of a walk down. A walk that has not reached the limit by then is given up."""
 _WORK, _LEAST = 250_000, 20
-"""A search makes plans for so many points of the step in all, and so many plans at least: a count, so that the result does not
-depend on how busy the machine is.
+"""The work of a search: the number of plans times the points of the step, and the minimum number of plans. Both are counts, so
+that the result does not depend on how busy the machine is.
 """
 _WIDER = 30
-"""Wide walks may make this many times the number of plans."""
+"""Wide walks may make this many times as many plans."""
 _POINTS_PER_SECOND = 60_000
-"""For about so many points a search makes plans in a second."""
+"""Work that a search does in about one second, in points."""
 _WATCHED = 5_000
-"""A search asks whether its time is over when it has made plans for so many points: about every 50 ms."""
+"""A search checks the time after this much work, in points: about every 50 ms."""
 _WORTH_STEPS, _WORTH_SECONDS = 50, 0.5
-"""The search for the smallest plan takes about as long as so many steps, or these seconds, if that is more: both by the seconds
-of the graph, which do not depend on the machine. Steps of a thousand tiny ops are over in less time than one plan is made in.
+"""The search for the smallest plan may take about as long as this many steps, or these seconds if that is more. Both are
+counted in seconds of the graph, which do not depend on the machine. The minimum is for steps of a thousand tiny ops, which take
+less time than making one plan.
 """
 
 
@@ -54,9 +56,9 @@ def within(
     over: Callable[[], bool] = lambda: False,
     thorough: bool = False,
 ) -> Iterator[Lives]:
-    """Plans within a limit, each faster than the one before, that walks from the plans of a frontier lead to. `plans`: peaks
-    rising, and seconds falling; the first `fitting` of them are within the limit. `over`: whether the time for it is over.
-    `thorough`: with wide walks after the others.
+    """Plans within a limit, each faster than the one before, to which walks from the plans of a frontier lead. `plans` have
+    rising peaks and falling seconds; the first `fitting` of them are within the limit. `over`: whether time is up. `thorough`:
+    whether to add wide walks after the others.
     """
     above = range(fitting, min(len(plans), fitting + _STARTS))
     nearest = range(max(0, fitting - 1), fitting)
@@ -86,8 +88,8 @@ def within(
 
 
 def smaller(graph: Graph, plans: Iterable[Lives]) -> Lives | None:
-    """The last plan of a walk down from the smallest of these; None where there is no way down. It is as long as the seconds of
-    the graph's ops are worth (`_WORTH_STEPS`).
+    """The last plan of a walk down from the smallest of these plans; None if there is no way down. `_WORTH_STEPS` limits the
+    walk.
     """
     smallest: Lives | None = None
     least = math.inf
@@ -111,9 +113,10 @@ class Walks:
 
     graph: the graph. Seconds are those of its ops.
     wide: whether walks down are wide.
-    left: so many plans may still be made; one whose ops run again more often than the graph has points counts as several.
+    left: the number of plans that may still be made. A plan that runs more ops again than the graph has points counts as
+        several.
 
-    `over`: whether the time for making plans is over. It is asked each time that plans for `_WATCHED` points were made.
+    `over`: whether time is up. It is called each time `_WATCHED` points of work are done.
     """
 
     def __init__(
@@ -123,10 +126,10 @@ class Walks:
         self.left = max(_LEAST, _WORK // max(1, len(graph.points))) if left is None else left
         self._over, self._unwatched = over, 0
         self._passed: set[tuple[Lives, int]] = set()
-        """Plans from which a walk has gone on, each with its limit: another walk would end where that one did."""
+        """Plans, with their limits, through which a walk has gone already. Another walk would end where that one did."""
 
     def down(self, draft: Draft) -> Iterator[Draft]:
-        """Plans of falling peak, until no tensor can be dropped at the peak."""
+        """Plans with falling peaks, until no tensor at the peak can be dropped."""
         while (after := self._down(draft)) is not None:
             draft = after
             yield draft
@@ -139,8 +142,8 @@ class Walks:
             yield draft
 
     def within(self, draft: Draft, limit_nbytes: int) -> Draft | None:
-        """The plan within the limit to which a walk down leads, and then one up. None where there is none, or where another
-        walk was there before.
+        """The plan within the limit to which a walk down, followed by a walk up, leads. None if there is none, or if another
+        walk has been there before.
         """
         down = itertools.islice(self.down(draft), _STEPS)
         while (draft.lives, limit_nbytes) not in self._passed:
@@ -200,8 +203,8 @@ class Walks:
 
 
 def _drops(draft: Draft, at: int, wide: bool = False) -> Iterator[Change]:
-    """Changes that drop one of the largest tensors at a point, and rebuild it where autograd next asks for it, or where an op
-    that runs again next reads it; `wide`: also with what the rebuild starts from held until then.
+    """Changes that drop one of the largest tensors at a point and rebuild it where autograd next asks for it, or where an op
+    that runs again next reads it. `wide`: also try to hold until then the tensors that the rebuild starts from.
     """
     graph = draft.graph
     there = [
@@ -229,8 +232,9 @@ def _drops(draft: Draft, at: int, wide: bool = False) -> Iterator[Change]:
 
 
 def _starts(draft: Draft, op: Op, at: int, again: int) -> Iterator[dict[int, list[Life]]]:
-    """Tensors that a rebuild of an op's result at the point `again` may start from, with lives until then: what the op reads;
-    or what is in memory upstream of it at the point `at`, which adds nothing there. Nothing where all that it reads is held.
+    """Tensors, with lives until the point `again`, from which a rebuild of an op's result may start there: either the op's
+    inputs, or tensors upstream of it that are in memory at the point `at`, which adds no bytes there. Yields nothing if all
+    inputs are held.
     """
     graph = draft.graph
     reads = [t for t in dict.fromkeys(op.inputs) if not draft.resident(t, again)]
@@ -260,7 +264,7 @@ def _in_memory(draft: Draft, tensor: int, at: int) -> bool:
 
 
 def _until(draft: Draft, tensor: int, point: int) -> list[Life]:
-    """The lives of a tensor, with one that goes on to a point."""
+    """The lives of a tensor, one of which is extended to a point."""
     lives = draft.lives_of.get(tensor, [])
     before = [life for life in lives if life.born_at < point]
     born_at = draft.graph.tensors[tensor].born_at
@@ -269,8 +273,8 @@ def _until(draft: Draft, tensor: int, point: int) -> list[Life]:
 
 
 def _keeps(draft: Draft, limit_nbytes: int) -> Iterator[tuple[int, int, list[Life]]]:
-    """(tensor, point at which it is rebuilt, its lives if it was kept until then), where there is room. The first is the one
-    whose op takes the longest for each byte and point of keeping its result.
+    """(tensor, point at which it is rebuilt, its lives if it were kept until then) for tensors that there is room to keep. The
+    first one saves the most seconds per byte and per point for which it is kept.
     """
     graph = draft.graph
     options = []

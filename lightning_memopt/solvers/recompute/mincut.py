@@ -1,9 +1,9 @@
 """Choose the tensors to hold between forward and backward, op by op: exact for a price per byte, by minimum cut.
 
-For tensors T needed by backward, minimise   price * (bytes held) + (seconds of the ops that run again)   where a needed
-tensor is held or rebuilt, and an op that runs again needs its inputs held or rebuilt. Both conditions are pairwise and
-submodular (Picard, 1976), so a minimum s-t cut is exact; an op that several tensors need counts once (Echo, IV-A).
-Sweeping the price gives the lower convex hull of (bytes, seconds), and each cut gives a Lagrangian bound for all other choices.
+For the tensors T needed by backward, minimise   price * (bytes held) + (seconds of the ops that run again)   where each needed
+tensor is held or rebuilt, and the inputs of an op that runs again are held or rebuilt. Both conditions are pairwise and
+submodular (Picard, 1976), so a minimum s-t cut is exact. An op that several tensors need counts once (Echo, IV-A). Cuts for
+many prices give the lower convex hull of (bytes, seconds), and each cut gives a Lagrangian bound for all other choices.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from lightning_memopt.graph import Graph
 
 _INFINITE = 1 << 52
 _UNITS = 1 << 40
-"""Costs are scaled so that their sum stays below this, and rounded down: exact to about 1e-12 of the total."""
+"""Costs are scaled so that their sum stays below this, and rounded down. They are exact to about 1e-12 of the total."""
 _SOURCE, _SINK = 0, 1
 _FLOATS = 1 - 1e-9
-"""A bound is multiplied by this: adding up the seconds of a million runs in floating point loses less."""
+"""Bounds are multiplied by this, which is more than adding up the seconds of a million ops in floating point can lose."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
     """A minimum cut: the best choice of tensors to hold for one price of a byte.
 
-    held: tensors that are held.
-    ops: ops that run again, each once.
+    held: the tensors that are held.
+    ops: the ops that run again, each once.
     nbytes: bytes of `held`.
     seconds: seconds of `ops`.
     price: seconds per byte.
-    value_seconds: no choice has a price * nbytes + seconds below this.
+    value_seconds: the value of price * nbytes + seconds; no choice has a lower one.
     """
 
     held: frozenset[int]
@@ -49,8 +49,8 @@ class Cut:
 class Hull:
     """The lower convex hull of (bytes held, seconds).
 
-    vertices: from hold-all to the fewest bytes, seconds rising.
-    cuts: every cut that was solved.
+    vertices: the cuts on the hull, from holding everything to the fewest bytes, with rising seconds.
+    cuts: all cuts that were solved.
     """
 
     vertices: tuple[Cut, ...]
@@ -64,7 +64,7 @@ class Hull:
 class HoldOrRebuild:
     """The cut problem of a part of a graph.
 
-    needed: tensors that backward reads.
+    needed: the tensors that backward reads.
     free: tensors that are in memory anyway.
     lost: tensors that cannot be held.
     """
@@ -83,7 +83,7 @@ class HoldOrRebuild:
         self.total_seconds = sum(graph.ops[o].seconds for o in self.ops)
 
     def given(self, tensor: int) -> bool:
-        """Whether the tensor is there at no cost: no op made it, or it is free."""
+        """Whether the tensor is in memory at no cost: no op made it, or it is free."""
         return tensor not in self.graph.producers or tensor in self.free
 
     def _collect(self) -> None:
@@ -106,9 +106,10 @@ class HoldOrRebuild:
 
     @cached_property
     def _arcs(self) -> tuple[dict[tuple[str, int], int], np.ndarray, np.ndarray]:
-        """The network without its capacities: nodes by (kind, id), and the tails and heads of its arcs. In this order: one arc
-        for each needed tensor; two for each tensor, of which the first is cut where it is held; one for each op, cut where it
-        runs again; and those from ops to what they read. What an op does not make again leads to the sink, so it is held.
+        """The network without its capacities: nodes by (kind, id), and the tails and heads of its arcs. The arcs come in this
+        order: one for each needed tensor; two for each tensor, the first of which is cut if the tensor is held; one for each
+        op, which is cut if the op runs again; and those from ops to the tensors that they read. A tensor that its op does not
+        make again is linked to the sink, so it is held.
         """
         node: dict[tuple[str, int], int] = {}
         arcs: list[tuple[int, int]] = []
@@ -129,10 +130,12 @@ class HoldOrRebuild:
         return node, np.ascontiguousarray(ends[:, 0]), np.ascontiguousarray(ends[:, 1])
 
     def minimum_cut(self, price: float, cost: Callable[[int], float] | None = None, share: float = 1.0) -> Cut:
-        """The exact optimum for `price` seconds per byte. Raises ValueError where an overwritten tensor cannot be rebuilt.
+        """The exact optimum for `price` seconds per byte. Raises ValueError if an overwritten tensor is needed and cannot be
+        rebuilt.
 
-        `cost`: seconds of holding a tensor, at most `price` times its bytes; that product by default. `share`: the part of the
-        seconds of ops that run again which counts.
+        `cost`: a function that gives the cost of holding a tensor, in seconds: at most `price` times its bytes, which is the
+            default.
+        `share`: the factor by which the seconds of ops that run again are multiplied.
         """
         graph = self.graph
         scale = _UNITS / (price * self.total_nbytes + self.total_seconds + 1e-12)
@@ -165,7 +168,9 @@ class HoldOrRebuild:
         return Cut(held, ops, nbytes, seconds, price, value)
 
     def hull(self, points: int = 10, nbytes: int | None = None) -> Hull:
-        """The hull, of which up to `points` vertices; `nbytes`: those on both sides of so many bytes."""
+        """The hull, with up to `points` vertices. If `nbytes` is given, vertices on both sides of that many bytes are
+        preferred.
+        """
         cheapest = 1e-15
         dearest = 1e3 * max(self.total_seconds, 1e-9)
         most, least = self.minimum_cut(cheapest), self.minimum_cut(dearest)

@@ -1,9 +1,11 @@
-"""Optimal recomputation of a real model: its stages as a chain, options by minimum cut, the programme over memory, lives.
+"""Optimal recomputation of a real model: cut it into a chain of stages, find options by minimum cuts, solve the chain, make
+lives.
 
-Per stage the Pareto set of ways to hold it comes from `mincut` (from keep-all over Echo-like cuts to input-only); each is
-priced by the simulator on the stage's own stretch of the observed backward. `chain.solve_chain` decides which way each stage is
-held and which boundaries are held, dropped and rebuilt; `lives` turns its checkpoint tree into lives. The result is exact among
-memory-persistent schedules of this chain and these options, within the bucket size; `simulate` prices it on the whole graph.
+For each stage, `mincut` gives the Pareto set of ways to hold it (from keeping everything, over Echo-like cuts, to the input
+only). The simulator prices each on the stage's own stretch of the observed backward. `chain.solve_chain` decides in which way
+each stage is held, and which boundaries are held, dropped and rebuilt; `lives` turns its checkpoint tree into lives. The result
+is exact among memory-persistent schedules of this chain and these options, within the bucket size; `simulate` prices it on the
+whole graph.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from lightning_memopt.solvers.rollout import Rollout
 
 @dataclass(frozen=True, eq=False)
 class ModelChain:
-    """A chain problem and, per stage and option, which tensors the option holds."""
+    """A chain problem and, for each stage and option, the tensors that the option holds."""
 
     stages: Stages
     chain: dp.Chain
@@ -59,7 +61,7 @@ def _sweep(graph: Graph, stages: Stages, span: StageSpan, wanted: frozenset[int]
 def _backward(graph: Graph, stages: Stages, span: StageSpan, have: frozenset[int]) -> tuple[float, int]:
     """Seconds of rebuilding and absolute peak bytes (beyond the input) of the stage's backward, with `have` held."""
     roll = Rollout(graph, span.saves)
-    roll.serve(span.requests, set(have | stages.given | span.enters))
+    roll.serve(span.unpacks, set(have | stages.given | span.enters))
     outside = span.enters | stages.given
     everything = roll.lives()
     schedule = lower(graph, everything)
@@ -99,7 +101,7 @@ def build(stages: Stages, options: int = 8) -> ModelChain:
         leaves = _nbytes(graph, span.leaves)
         ops = [graph.ops[o] for o in range(span.first, span.last + 1)]
         natural = max((base[op.at] + extra[op.at] for op in ops), default=0)
-        # the base has these bytes for the user's own pass already; a rebuild allocates them
+        # the base already has these bytes for the user's own forward; a rebuild must allocate them
         overlap = min([sweep_peak - leaves, *(o.forward_peak_nbytes - o.held_nbytes - leaves for o in priced)])
         priced_stages.append(
             dp.Stage(
@@ -153,7 +155,7 @@ def lives(model: ModelChain, tree: dp.CheckpointTree) -> tuple[Life, ...]:
             stack.append(((stages.spans[node.stage], frozenset()), t))
         else:
             span, have = node
-            roll.serve(span.requests, given | set(span.enters) | set(have))
+            roll.serve(span.unpacks, given | set(span.enters) | set(have))
     return roll.lives()
 
 

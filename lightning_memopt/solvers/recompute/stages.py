@@ -16,9 +16,11 @@ from lightning_memopt.graph import BEFORE, Graph, Save
 from lightning_memopt.solvers.rollout import unrepeatable
 
 _AMBIENT_SPAN = 0.2
-"""A tensor read over more than this share of the forward ops, at three places or more, is ambient."""
+"""A tensor is ambient if it is read in three places or more, over a span of more than this share of the forward ops."""
 COARSE, FINE = 0.34, 1.0
-"""A cut must be crossed by no more bytes than this share of what its smaller neighbour saves."""
+"""The bytes that cross a cut may be at most this share of the bytes saved by the smaller of its two stages: for coarse and for
+fine chains.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +29,8 @@ class StageSpan:
 
     index: its number.
     first, last: its forward ops (ids, inclusive).
-    enters, leaves: tensors that cross the cut before it and after it.
-    saves: autograd's saves in it of tensors that ops made.
+    enters, leaves: the tensors that cross the cuts before and after it.
+    saves: autograd's saves in the stage, of tensors that ops made.
     """
 
     index: int
@@ -40,17 +42,19 @@ class StageSpan:
     begins_at: int
     """The point of the first unpack of its backward."""
     ends_at: int
-    """The last point before the backward of the stage in front of it begins."""
+    """The last point before the backward of the previous stage begins."""
 
     @cached_property
-    def requests(self) -> list[tuple[int, int]]:
+    def unpacks(self) -> list[tuple[int, int]]:
         """(point, tensor) of every unpack, in order."""
         return sorted((p, s.tensor) for s in self.saves for p in s.unpacked_at)
 
 
 @dataclass(frozen=True, eq=False)
 class Stages:
-    """A graph as a chain. `given`: tensors held outside of it (ambient, or never made again)."""
+    """A graph as a chain. `given`: tensors that are held outside of the chain, because they are ambient or no op can make them
+    again.
+    """
 
     graph: Graph
     spans: tuple[StageSpan, ...]
@@ -99,7 +103,9 @@ def _crossings(graph: Graph, given: frozenset[int]) -> list[frozenset[int]]:
 
 
 def cut(graph: Graph, most: int = 64, given: frozenset[int] | None = None, share: float = COARSE) -> Stages:
-    """Cut at most `most` stages. Cuts that a backward out of order, or an overwritten tensor, forbids are left out."""
+    """Cut the graph into at most `most` stages. A cut is left out if a backward out of order, or an overwritten tensor, forbids
+    it.
+    """
     given = given_tensors(graph) if given is None else given
     crossings = _crossings(graph, given)
     nbytes = [sum(graph.tensors[t].nbytes for t in c) for c in crossings]
@@ -119,11 +125,11 @@ def cut(graph: Graph, most: int = 64, given: frozenset[int] | None = None, share
         tangled = [
             k
             for k in range(1, len(stages.spans))
-            if stages.spans[k].requests
-            and stages.spans[k - 1].requests
-            and stages.spans[k - 1].requests[0][0] < stages.spans[k].requests[-1][0]
+            if stages.spans[k].unpacks
+            and stages.spans[k - 1].unpacks
+            and stages.spans[k - 1].unpacks[0][0] < stages.spans[k].unpacks[-1][0]
         ]
-        silent = [k for k in range(len(stages.spans)) if not stages.spans[k].requests]
+        silent = [k for k in range(len(stages.spans)) if not stages.spans[k].unpacks]
         if not tangled and not silent:
             return stages
         if len(cuts) == 0:
@@ -136,7 +142,7 @@ def cut(graph: Graph, most: int = 64, given: frozenset[int] | None = None, share
 
 
 def _minima(graph: Graph, crossings: list[frozenset[int]], nbytes: list[int]) -> list[int]:
-    """Ops after which the crossing bytes have a local minimum: the first op of each lowest plateau."""
+    """Ops after which the crossing bytes have a local minimum. For a plateau, the first op is taken."""
     minima = []
     i, n = 0, len(nbytes)
     while i < n:
@@ -154,7 +160,9 @@ def _minima(graph: Graph, crossings: list[frozenset[int]], nbytes: list[int]) ->
 
 
 def _thin(cuts: list[int], nbytes: list[int], prefix: list[int], most: int, share: float) -> list[int]:
-    """Drop the cut that is crossed by the largest share of its neighbours' saved bytes until all are worth it."""
+    """Drop the worst cut, by crossing bytes as a share of its neighbours' saved bytes, until all remaining cuts are good
+    enough.
+    """
     cuts = list(cuts)
     while cuts:
         edges = [-1, *cuts, len(prefix) - 2]
@@ -176,7 +184,7 @@ def _spans(graph: Graph, cuts: list[int], crossings: list[frozenset[int]], given
             stage_of[c] = k
     saves: list[list[Save]] = [[] for _ in range(len(edges) - 1)]
     for save in graph.saves:
-        if save.tensor in graph.producers:  # what was there before the step is there anyway, and asked for without us
+        if save.tensor in graph.producers:  # tensors from before the step are in memory anyway
             saves[stage_of[min(save.op, n - 1)]].append(save)
     begins = [min((p for s in group for p in s.unpacked_at), default=None) for group in saves]
     spans = []

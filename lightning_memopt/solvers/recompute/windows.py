@@ -1,14 +1,14 @@
-"""Find the tensors that every plan holds because the weights that rebuild them are away.
+"""Find the tensors that every plan must hold because the weights needed to rebuild them are not in memory.
 
-A weight that is sharded over several processes is in memory only while its unit of layers runs: in windows. A rebuild at a
-request of backward may run only ops whose weights are in memory there. So the requests fall into *places*, in each of which
-the same weights are away. The tensors that a place takes from ops which cannot run there cross its *boundary*. They are a cut
-of the graph, and the cut of fewest bytes is a minimum cut (`mincut.py`). A tensor at the boundary of several places is held
-once. What is made at a boundary without weights that are away may be on either side: the cut decides.
+A weight that is sharded over several processes is in memory only while its unit of layers runs: in its windows. A rebuild at an
+unpack may run only ops whose weights are in memory there. So the unpacks are grouped into *places*; within a place, the same
+weights are away. The tensors that a place takes from ops that cannot run there form its *boundary*. A boundary is a cut of the
+graph, and the one with the fewest bytes is a minimum cut (`mincut.py`). A tensor at the boundary of several places is held
+once. The cut decides on which side of a boundary ops are that read no such weights.
 
-`fenced` marks the ops that make the boundary as not recomputable. All solvers then hold these tensors, and whatever else they
-choose is legal: every rebuild at a request stops at the boundary of its place. Checkpointing of each unit holds the units'
-inputs, which are such cuts, too; so it never holds fewer bytes.
+`held_at_boundaries` marks the ops that make the tensors of boundaries as not recomputable. All solvers then hold these tensors,
+and every other choice they make is legal, because each rebuild stops at the boundary of its place. Checkpointing each unit
+holds the inputs of the units. They are such boundaries, too, so it never holds fewer bytes.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from lightning_memopt.solvers.recompute.mincut import HoldOrRebuild
 
 
 def places(graph: Graph) -> dict[frozenset[int], list[int]]:
-    """The windowed tensors that are away -> the tensors that autograd asks for while they are, in the order of requests."""
-    requests = sorted((p, s.tensor) for s in graph.saves if s.tensor in graph.producers for p in s.unpacked_at)
+    """The windowed tensors that are away -> the tensors that autograd asks for meanwhile, in the order of the unpacks."""
+    unpacks = sorted((p, s.tensor) for s in graph.saves if s.tensor in graph.producers for p in s.unpacked_at)
     windowed = sorted(graph.windowed)
     by_windows: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for t in windowed:
         by_windows.setdefault(graph.tensors[t].windows, []).append(t)
     asked_while: dict[frozenset[int], list[int]] = {}
-    for point, tensor in requests:
+    for point, tensor in unpacks:
         away = (ts for windows, ts in by_windows.items() if not any(first <= point <= last for first, last in windows))
         asked_while.setdefault(frozenset(t for ts in away for t in ts), []).append(tensor)
     return asked_while
 
 
 def unit_calls(graph: Graph) -> list[list[int]]:
-    """The forward ops of every call of a unit whose weights go after it: those within a window of its weights. Where windows
-    overlap, an op belongs to the one that ends first: to the innermost unit, or to the one before a prefetched one.
+    """For every call of a unit that frees its gathered weights afterwards: the forward ops within the window of its weights. If
+    windows overlap, an op belongs to the one that ends first, which is that of the innermost unit, or of the unit before a
+    prefetched one.
     """
     windows = {w for t in graph.windowed for w in graph.tensors[t].windows if w[1] < graph.backward_begins}
     calls: dict[tuple[int, int], list[int]] = {}
@@ -47,13 +48,13 @@ def unit_calls(graph: Graph) -> list[list[int]]:
 
 
 def without(graph: Graph, away: frozenset[int]) -> Graph:
-    """The graph in which no op runs again that reads one of these tensors."""
+    """The graph in which ops that read one of these tensors may not run again."""
     ops = (replace(op, recomputable=op.recomputable and away.isdisjoint(op.inputs)) for op in graph.ops)
     return replace(graph, ops=tuple(ops))
 
 
-def fenced(graph: Graph) -> Graph:
-    """The graph in which the ops that make the boundaries of places do not run again; the graph itself without windows."""
+def held_at_boundaries(graph: Graph) -> Graph:
+    """The graph in which ops that make the tensors of boundaries may not run again. Without windows, it is the graph itself."""
     if not graph.windowed:
         return graph
     held: set[int] = set()
@@ -62,7 +63,7 @@ def fenced(graph: Graph) -> Graph:
         problem = HoldOrRebuild(without(graph, away), wanted, held)
         try:
             held |= problem.minimum_cut(1e3 * max(problem.total_seconds, 1e-9)).held
-        except ValueError:  # a tensor that was overwritten is rebuilt from weights that are away: hold what its rebuild makes
+        except ValueError:  # an overwritten tensor would be rebuilt from weights that are away: hold what the rebuild makes
             stuck.update(o for o in problem.ops if not away.isdisjoint(graph.ops[o].inputs))
     stuck.update(graph.rebuilders[t].id for t in held if t in graph.rebuilders)
     return replace(graph, ops=tuple(replace(op, recomputable=op.recomputable and op.id not in stuck) for op in graph.ops))
