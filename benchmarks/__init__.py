@@ -11,5 +11,5 @@
     lib/         what commands share
     results/     what they wrote
 
-A command is a module of a room with `if __name__ == "__main__"`; its name is that of the module.
+A command is a module of one of these folders with `if __name__ == "__main__"`; its name is that of the module.
 """

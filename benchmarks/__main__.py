@@ -24,7 +24,7 @@ SHORT = (["chain", "--small"], ["echo", "--small"], ["meter"], ["overhead"])
 
 
 def modules() -> dict[str, str]:
-    """Name -> module of every file in a room that is run by itself, by name."""
+    """Name -> module of every file in a folder here that is run by itself, by name."""
     paths = sorted(FOLDER.glob("*/*.py"), key=lambda path: path.stem)
     run = [path for path in paths if '__name__ == "__main__"' in path.read_text()]
     return {path.stem: f"benchmarks.{path.parent.name}.{path.stem}" for path in run}

@@ -1,4 +1,4 @@
-// A fence guards a freed range of an arena whose buffer other streams used: the arena's stream waits for them before it uses
+// A stream fence guards a freed range of an arena whose buffer other streams used: the arena's stream waits for them before it uses
 // the range again. The functions here call the CUDA runtime, so never call them under a lock.
 #pragma once
 #include <c10/cuda/CUDAFunctions.h>

@@ -1,4 +1,4 @@
-"""Parts: what a session has only where a config, a model or other ranks ask for it. Each is told of the moments of a step."""
+"""Parts: what a session has only if a config, a model or other ranks need it. A session calls them as its steps go on."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 
 class Part:
-    """A part of a session. A moment for which it has no method of its own means nothing to it."""
+    """A part of a session. A subclass overrides the methods that it needs; only these are called."""
 
     def call_begins(self) -> None:
         """The model is called in training."""
 
     def forward_begins(self, signature: object) -> None:
-        """The call begins a forward, and this is the signature of that."""
+        """The call begins a forward with this signature."""
 
     def step_begins(self, state: object, limit_nbytes: int | None) -> None:
-        """The forward is the first one of a step. `state`: that of its signature. `limit_nbytes`: the budget without the
+        """The forward is the first one of a step. `state`: the state of its signature. `limit_nbytes`: the budget without the
         headroom; None for "min".
         """
 
@@ -41,33 +41,33 @@ AnyPart = TypeVar("AnyPart", bound=Part)
 
 
 class Parts:
-    """The parts of one session. Each attribute is a moment: what to call then, of the parts to which it means something."""
+    """The parts of one session. Each attribute has the name of a method of `Part`, and is a tuple of the methods to call."""
 
     def __init__(self) -> None:
         self._parts: list[Part] = []
         self._sort()
 
     def add(self, part: AnyPart, first: bool = False) -> AnyPart:
-        """The session has this part from now on. `first`: it is told of moments before the others."""
+        """The session has this part from now on. `first`: it is called before the others."""
         self._parts.insert(0 if first else len(self._parts), part)
         self._sort()
         return part
 
     def drop(self, part: Part | None) -> None:
-        """The session has this part no longer."""
+        """The session does not have this part any more."""
         self._parts = [other for other in self._parts if other is not part]
         self._sort()
 
     def _sort(self) -> None:
-        self.call_begins = self._told(Part.call_begins)
-        self.forward_begins = self._told(Part.forward_begins)
-        self.step_begins = self._told(Part.step_begins)
-        self.update_begins = self._told(Part.update_begins)
-        self.step_ended = self._told(Part.step_ended)
-        self.evaluates = self._told(Part.evaluates)
-        self.evaluation_begins = self._told(Part.evaluation_begins)
-        self.close = self._told(Part.close)
+        self.call_begins = self._overriding(Part.call_begins)
+        self.forward_begins = self._overriding(Part.forward_begins)
+        self.step_begins = self._overriding(Part.step_begins)
+        self.update_begins = self._overriding(Part.update_begins)
+        self.step_ended = self._overriding(Part.step_ended)
+        self.evaluates = self._overriding(Part.evaluates)
+        self.evaluation_begins = self._overriding(Part.evaluation_begins)
+        self.close = self._overriding(Part.close)
 
-    def _told(self, moment: Callable[Concatenate[Any, P], None]) -> tuple[Callable[P, None], ...]:
-        name = moment.__name__
-        return tuple(getattr(part, name) for part in self._parts if getattr(type(part), name) is not moment)
+    def _overriding(self, method: Callable[Concatenate[Any, P], None]) -> tuple[Callable[P, None], ...]:
+        name = method.__name__
+        return tuple(getattr(part, name) for part in self._parts if getattr(type(part), name) is not method)

@@ -36,7 +36,7 @@ install_native(print)
 install_counter(print)
 
 FIRST = "public", "ranks", "compiled", "sharded", "accelerate", "benchmarks"
-"""Files of these rooms take longest. They come first, so that no worker of several waits long for another one at the end."""
+"""The files of these folders take longest. They come first, so that workers do not wait for one another at the end."""
 LEFT_NBYTES = 200_000
 """Small beside every budget of a module that does not ask what is held."""
 

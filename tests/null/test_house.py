@@ -1,4 +1,4 @@
-"""Rules of the house that a tool can check: what no file of the package may do, and what every error is."""
+"""Rules that a tool can check: what no file of the package may do, and what every error must have."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import pkgutil
 import re
@@ -41,6 +42,44 @@ def test_files_that_the_text_names_are_there() -> None:
             if not any((base / name).exists() for base in bases):
                 missing.append((str(path.relative_to(ROOT)), name))
     assert not missing
+
+
+def defined(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
+    """The names that a module or a class binds, with the statements that do."""
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield statement.name, statement
+        elif isinstance(statement, ast.ImportFrom):
+            yield from ((alias.asname or alias.name, statement) for alias in statement.names)
+        elif isinstance(statement, ast.Assign | ast.AnnAssign):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            yield from ((n.id, statement) for target in targets for n in ast.walk(target) if isinstance(n, ast.Name))
+
+
+def dotted_names() -> set[str]:
+    """Modules, what they bind, and what their classes bind, by all dotted names from the package's own down to two parts."""
+    names: set[str] = set()
+    for path in (ROOT / "lightning_memopt").rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        names.add(module)
+        for name, statement in defined(ast.parse(path.read_text()).body):
+            names.add(f"{module}.{name}")
+            if isinstance(statement, ast.ClassDef):
+                attributes = (n for n in ast.walk(statement) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+                own = {n.attr for n in attributes if isinstance(n.value, ast.Name) and n.value.id == "self"}
+                names |= {f"{module}.{name}.{part}" for part in own | {part for part, _ in defined(statement.body)}}
+    return {".".join(parts[i:]) for parts in (name.split(".") for name in names) for i in range(len(parts) - 1)}
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "formulation.md", "glossary.md"])
+def test_dotted_names_that_the_text_names_are_defined(page: str) -> None:
+    """`plan.simulate`, `Frontier.within`: a module, a function, a class or an attribute of the package has this name."""
+    text = re.sub(r"```.*?```", "", (ROOT / "docs" / page).read_text(), flags=re.S)
+    named = set(re.findall(r"`([A-Za-z_]\w*(?:\.\w+)+)(?:\(\))?`", text))
+    others = {
+        name for name in named if name.startswith(("nn.", "optimizer.", "torch.")) or re.search(r"\.(py|md|cpp|toml)$", name)
+    }
+    assert named > others and not named - others - dotted_names()
 
 
 def test_rules_that_comments_cite_are_stated() -> None:

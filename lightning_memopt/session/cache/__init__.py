@@ -1,4 +1,4 @@
 """The state of each signature: which plan serves it, from which it borrows, and whether one more may be made.
 
-Door: `PlanCache` (plan_cache.py).
+Enter through `PlanCache` (plan_cache.py).
 """

@@ -1,4 +1,4 @@
 """What becomes of a plan after each step: it is kept, replaced by a smaller one, or the step is observed again.
 
-Door: `Running` (states.py).
+Enter through `Running` (states.py).
 """

@@ -1,4 +1,4 @@
 """Which tensors may be parked in which tier and form, the plans that park, and the tiers of the plans in force.
 
-Door: `Offloading` (offloading.py).
+Enter through `Offloading` (offloading.py).
 """

@@ -1,4 +1,4 @@
 """What all ranks of a distributed run decide together.
 
-Door: `Agreement` (agreement.py).
+Enter through `Agreement` (agreement.py).
 """

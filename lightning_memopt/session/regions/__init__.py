@@ -1,4 +1,4 @@
 """The compiled regions of a model: which of them run ops again, and when they are compiled again.
 
-Doors: `CompiledRegions` (compiled_regions.py), `CompiledBlocks` (compiling.py).
+Enter through `CompiledRegions` (compiled_regions.py), `CompiledBlocks` (compiling.py).
 """

@@ -1,6 +1,6 @@
 """Order: the ops of a training step in another sequence that needs fewer bytes at its peak (OLLA; Steiner et al., 2022).
 
-`order(problem, seconds)` is the door; `faults` checks a sequence with code of its own. The rooms behind them:
+Enter through `order(problem, seconds)`; `faults` checks a sequence with code of its own. The modules:
 
     problem     ops, their precedence, buffers with makers and users; the peak of a sequence
     steps       the problem of a recorded step
@@ -10,7 +10,7 @@
     updates     updates as early as possible, and OLLA's control edges
     search      the exact search for an order within a target, or the proof that there is none
     excerpts    the best order of a part of a sequence, by CP-SAT
-    solve       the door: all of them, within the given seconds
+    solve       `order`: all of these, within the given seconds
     savings     what another order could save at most, for `memopt explain`
 """
 

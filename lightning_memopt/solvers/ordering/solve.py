@@ -1,4 +1,4 @@
-"""The door of the room: a problem in, the sequence with the lowest peak that the given seconds allow out, and a bound.
+"""Solve an ordering problem: a problem in, the sequence with the lowest peak that the given seconds allow out, and a bound.
 
 First the cheap ones: the given order, updates as early as possible, list scheduling, with and without control edges. Then, as
 long as the peak is above the bound: the minimum cut at the op of the peak, which either proves that no sequence is better, or

@@ -1,4 +1,4 @@
-"""The door of the room: buffers in, the lowest placement that the given seconds allow out."""
+"""Solve a placement problem: buffers in, the lowest placement that the given seconds allow out."""
 
 from __future__ import annotations
 

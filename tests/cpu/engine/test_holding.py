@@ -1,4 +1,4 @@
-"""What is held of a storage version: every door leads where NOTE [States of a holding] says, and nothing else opens one."""
+"""What is held of a storage version: every method leads where NOTE [States of a holding] says, and all else is refused."""
 
 import ast
 from collections.abc import Callable
