@@ -1,4 +1,4 @@
-"""Order: the ops of a training step in another sequence that needs fewer bytes at its peak (OLLA; Steiner et al., 2022).
+"""Order: put the ops of a training step in another sequence that needs fewer bytes at its peak (OLLA; Steiner et al., 2022).
 
 Enter through `order(problem, seconds)`; `faults` checks a sequence with code of its own. The modules:
 
@@ -11,7 +11,7 @@ Enter through `order(problem, seconds)`; `faults` checks a sequence with code of
     search      the exact search for an order within a target, or the proof that there is none
     excerpts    the best order of a part of a sequence, by CP-SAT
     solve       `order`: all of these, within the given seconds
-    savings     what another order could save at most, for `memopt explain`
+    savings     how much another order could save at most, for `memopt explain`
 """
 
 from lightning_memopt.solvers.ordering.problem import Problem

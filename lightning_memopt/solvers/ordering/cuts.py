@@ -1,11 +1,11 @@
 """The fewest bytes that can be in memory while an op runs, over all sequences, by a minimum cut.
 
-When the op runs, the ops that have run are a set that has all ancestors of the op, none of its descendants, and with each op
-all ops that must run before it. A buffer is in memory if its maker has run (or runs), and a user has not. The cheapest such set
-is a minimum s-t cut: a buffer has a node of its own, "all users have run", which needs all users, and a price that is paid
-where the maker has run and that is not true (Picard, 1976). The largest of these minima over all ops bounds the peak of every
-sequence, and is never below the bound of ancestors and descendants (`reach`). The set is also a better sequence: first its
-ops, then the op, then the others.
+When an op runs, the ops that have run before form a set. This set has all ancestors of the op, none of its descendants, and for
+each of its members all ops that must run before that one. A buffer is in memory if its maker has run (or is running), and one
+of its users has not. The cheapest such set is a minimum s-t cut: each buffer has a node "all users have run", which requires
+all users, and a price that is paid if the maker has run but not all users (Picard, 1976). The largest of these minima over all
+ops bounds the peak of every sequence, and is never below the bound of ancestors and descendants (`reach`). The set also gives a
+better sequence: first the ops of the set, then the op, then all others.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Cuts:
         self._source, self._sink = n + len(starts), n + len(starts) + 1
 
     def at(self, op: int, before: Sequence[int] = (), after: Sequence[int] = ()) -> Cut:
-        """The cheapest state in which the op runs, where the ops `before` have run and the ops `after` have not.
+        """The cheapest state in which the op runs, if the ops `before` have run and the ops `after` have not.
 
         Both are closed: with each op, `before` has all that must run before it, and `after` all that must run after it.
         """
@@ -93,7 +93,7 @@ class Cuts:
         capacities = np.concatenate([self.problem.sizes[priced], endless])
         flow = SimpleMaxFlow()
         flow.add_arcs_with_capacity(tails, heads, capacities)
-        flow.add_arc_with_capacity(self._source, self._sink, 0)  # both nodes exist, even where nothing is priced
+        flow.add_arc_with_capacity(self._source, self._sink, 0)  # makes both nodes exist, even if nothing has a price
         status = flow.solve(self._source, self._sink)
         if status != flow.OPTIMAL:
             raise RuntimeError(f"minimum cut did not solve: {status}")

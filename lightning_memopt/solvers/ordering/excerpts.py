@@ -1,4 +1,4 @@
-"""The best order of an excerpt of a sequence, with the ops before and after it where they are: exact, by CP-SAT.
+"""The best order of an excerpt of a sequence, while the ops before and after it stay where they are. Exact, by CP-SAT.
 
 Positions in the excerpt are variables, within the ASAP and ALAP of their op in it (OLLA, section 4.1); buffers are intervals
 between them, and a cumulative constraint bounds the bytes of intervals that share a position.
@@ -27,7 +27,7 @@ def solved(
 ) -> Solved:
     """The sequence with the ops at positions `low .. high - 1` in their best order.
 
-    enough_nbytes: the search ends at a peak of that.
+    enough_nbytes: the search ends when it reaches this peak.
     """
     inside = {op: k for k, op in enumerate(sequence[low:high])}
     count = len(inside)
@@ -64,7 +64,7 @@ def solved(
             constant += nbytes
             continue
         if buffer not in touched:
-            continue  # only at the first position, used by nobody
+            continue  # it is in memory only at the first position, and no op uses it
         start = at[maker] if begins >= low and maker != BEFORE else 0
         if ends >= high:
             end: cp_model.LinearExprT = count
@@ -84,7 +84,7 @@ def solved(
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = workers
-    solver.parameters.catch_sigint_signal = False  # it would leave the handler that ends the process at once
+    solver.parameters.catch_sigint_signal = False  # catching it leaves a handler that ends the process at once
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Solved(list(sequence), False)

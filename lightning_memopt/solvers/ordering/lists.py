@@ -1,7 +1,7 @@
-"""List scheduling: the next op is always the best of those that may run now, by a key.
+"""List scheduling: of the ops that may run now, the one with the smallest key always runs next.
 
-The keys are the literature's: the smallest growth (what the op makes less what it frees), ops that free more than they make
-first, and, among the others, those that continue what was begun last. Ties go by the place in a sequence that is given.
+The keys are those of the literature: the smallest growth (bytes made less bytes freed); or first the ops that free more than
+they make, and then those that continue what was begun last. The place in a given sequence breaks ties.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from lightning_memopt.solvers.ordering.problem import BEFORE, Problem
 
 Key = Callable[[int, int, int, int], tuple[int, ...]]
 """(bytes that the op makes, bytes that it frees, its place in the given sequence, the last place of an op before it) -> the
-smaller the sooner."""
+key. Ops with smaller keys run sooner.
+"""
 
 KEYS: dict[str, Key] = {
     "growth": lambda made, freed, place, last: (made - freed, place),
@@ -33,7 +34,7 @@ def scheduled(problem: Problem, sequence: Sequence[int], key: Key) -> list[int]:
     made = [sum(problem.nbytes[b] for b in buffers) for buffers in problem.makes]
     freed = [0] * n  # bytes that are freed when the op has run, if it runs now
     left = [{*users, maker} - {BEFORE} for maker, users in zip(problem.makers, problem.users, strict=True)]
-    heap: list[tuple[tuple[int, ...], int]] = []  # an op is in it once for each key that it has had since it was ready
+    heap: list[tuple[tuple[int, ...], int]] = []  # has an op once for each key that the op has had since it was ready
 
     def push(op: int) -> None:
         heappush(heap, (key(made[op], freed[op], place[op], last[op]), op))

@@ -97,9 +97,11 @@ class Problem:
 
     @cached_property
     def flat_users(self) -> tuple[Ints, Ints]:
-        """All users of all buffers, one buffer after the other, and where each buffer's begin. The maker is one of them."""
+        """The users of all buffers in one array, one buffer after the other, and the index at which each buffer begins. Makers
+        count as users.
+        """
         lists = [users if maker == BEFORE else (maker, *users) for maker, users in zip(self.makers, self.users, strict=True)]
-        lists = [users or (0,) for users in lists]  # one that stays, and is used by no op
+        lists = [users or (0,) for users in lists]  # a buffer that stays and that no op uses
         starts = np.cumsum([0, *map(len, lists)])[:-1]
         return np.array([user for users in lists for user in users], dtype=np.int64), starts.astype(np.int64)
 

@@ -1,7 +1,7 @@
 """Which ops come before and after each op in every sequence: ASAP and ALAP positions, and the quick bound.
 
-OLLA (section 4.1) takes the longest distance from an input as ASAP and that to an output as ALAP. One op runs at a time, so the
-number of all ops that must run before an op, and after it, gives narrower spans.
+OLLA (section 4.1) takes the longest distance from an input as ASAP and that to an output as ALAP. Because only one op runs at a
+time, counting all ops that must run before an op, and all that must run after it, gives narrower spans.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_memopt.solvers.ordering.problem import BEFORE, Ints, Problem
 Flags = npt.NDArray[np.bool_]
 
 _MOST_CELLS = 1 << 24
-"""Cells of a table (ops x users of buffers) that is made at once."""
+"""Maximum number of cells of a table (ops x users of buffers) that is made at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +103,8 @@ class Reach:
     def bound_nbytes(self) -> int:
         """The quick bound of the peak of every sequence: the highest of all ops, and what the last op has in memory.
 
-        The last op is one that no other must follow. While it runs, all that stays is there, and what it uses itself.
+        The last op is one that no other op must follow. While it runs, everything that stays is in memory, and everything that
+        it uses.
         """
         problem = self.problem
         stays = sum(problem.nbytes[buffer] for buffer in problem.stays)

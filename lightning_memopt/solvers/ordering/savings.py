@@ -1,4 +1,4 @@
-"""What another order of the ops of a step could save at most, and what early updates save of it."""
+"""How many bytes another order of the ops of a step could save at most, and how many of these early updates save."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lightning_memopt.solvers.ordering.steps import step_of
 
 @dataclass(frozen=True)
 class Savings:
-    """Bytes at the peak of an unmodified step, each buffer freed after the last op that uses it.
+    """Bytes at the peak of an unmodified step, if each buffer is freed after the last op that uses it.
 
     given_nbytes: in the order in which the ops ran.
     early_nbytes: in that order, with updates as early as possible.
     best_nbytes: in the best order that was reached.
     bound_nbytes: no order needs fewer.
     apart_nbytes: in the given order, if each gradient were freed once it is complete. Early updates of single parameters come
-        near it, also where the step updates all parameters in one op, which needs all gradients in every order.
+        near this even if the step updates all parameters in one op, which needs all gradients in any order.
     """
 
     given_nbytes: int
@@ -30,14 +30,14 @@ class Savings:
 
     @property
     def most_nbytes(self) -> int:
-        """No order saves more."""
+        """The most bytes that any order can save."""
         return self.given_nbytes - self.bound_nbytes
 
 
 def savings(graph: Graph, seconds: float = 1.0) -> Savings | None:
-    """What another order of this step could save at most; None for a graph without ops.
+    """How much another order of this step could save at most; None for a graph without ops.
 
-    seconds: the bound may be looser where they are too few.
+    seconds: the time limit. If it is too short, the bound is looser.
     """
     if not graph.ops:
         return None
@@ -48,7 +48,7 @@ def savings(graph: Graph, seconds: float = 1.0) -> Savings | None:
 
 
 def _without_updates(problem: Problem) -> Problem:
-    """The problem in which updates need no gradients and make nothing; they run all the same."""
+    """The problem in which updates do not need gradients and make nothing. They still run."""
     updates = problem.updates
     made_before = [maker not in updates for maker in problem.makers]
     return replace(

@@ -1,9 +1,10 @@
-"""Is there an order of an excerpt of a sequence whose levels all stay within a target? An exact search over sets of ops.
+"""Find an order of an excerpt of a sequence whose levels all stay within a target, or prove that there is none, by an exact
+search over sets of ops.
 
-What is in memory depends on which ops have run, and not on their order, so that a set from which the search failed is never
-looked at again. An op that may run now, within the target, and frees as much as it makes, runs at once: moved there from a
-later place it can only lower the levels between. So the search branches only where several ops want memory, which in a network
-are the beginnings of branches that run side by side.
+What is in memory depends only on which ops have run, not on their order. So a set from which the search failed is never looked
+at again. An op that may run now, stays within the target and frees at least as much as it makes is run at once, because moving
+it forward can only lower the levels in between. So the search branches only where several ops need more memory. In a network,
+these are the beginnings of parallel branches.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from lightning_memopt import clocks
 from lightning_memopt.solvers.ordering.problem import BEFORE, Problem
 
 _SETS_A_LOOK = 256
-"""The clock is read after so many sets of ops."""
+"""Number of sets of ops after which the clock is read."""
 
 
 class Answer(NamedTuple):
-    """sequence: one that stays within the target; None where none was reached. proven: none exists."""
+    """sequence: one that stays within the target; None if none was found. proven: whether it is proven that none exists."""
 
     sequence: list[int] | None
     proven: bool
@@ -30,7 +31,7 @@ def within(
 ) -> Answer:
     """The sequence with the ops at positions `low .. high - 1` in an order in which none of their levels is above the target.
 
-    most_runs: how often ops may be run, in all ways that are tried; until: the moment at which the search gives up.
+    most_runs: the limit on how often ops are run, over all attempts. until: the time at which the search gives up.
     """
     excerpt = _Excerpt(problem, sequence, low, high, target_nbytes)
     answer = excerpt.search(most_runs, until)
@@ -43,10 +44,10 @@ class _Excerpt:
     """The state of the search: which ops of the excerpt have run, in `trail`, and what follows from that.
 
     key: the same as bits.
-    runs: how often an op was run, in all ways that were tried.
+    runs: how often an op was run, over all attempts.
     live_nbytes: bytes in memory.
-    left: buffer -> users that are still to run.
-    waiting: op -> ops that it waits for.
+    left: buffer -> number of its users that have not run.
+    waiting: op -> number of ops that it waits for.
     """
 
     def __init__(self, problem: Problem, sequence: Sequence[int], low: int, high: int, target_nbytes: int) -> None:
@@ -117,9 +118,9 @@ class _Excerpt:
                     again = True
 
     def search(self, most_runs: int, until: float) -> Answer:
-        """Depth first: the op with the least growth first."""
+        """Search depth first; the op with the least growth is tried first."""
         dead: set[int] = set()
-        branches: list[tuple[int, list[int]]] = []  # (length of the trail, ops that are still to be tried, best last)
+        branches: list[tuple[int, list[int]]] = []  # (length of the trail, ops not tried yet, the best one last)
         while True:
             self._run_free()
             if len(self.trail) == len(self.place):

@@ -1,8 +1,8 @@
 """Solve an ordering problem: a problem in, the sequence with the lowest peak that the given seconds allow out, and a bound.
 
-First the cheap ones: the given order, updates as early as possible, list scheduling, with and without control edges. Then, as
-long as the peak is above the bound: the minimum cut at the op of the peak, which either proves that no sequence is better, or
-says which ops should run before it; and CP-SAT on an excerpt around the peak.
+Cheap methods come first: the given order, updates as early as possible, and list scheduling with and without control edges.
+Then, as long as the peak is above the bound, come the minimum cut at the op of the peak, which either proves that no sequence
+is better or says which ops should run before that op, and CP-SAT on an excerpt around the peak.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from lightning_memopt.solvers.ordering.reach import Reach
 from lightning_memopt.solvers.ordering.updates import early, with_control_edges
 
 _WIDTH = 40
-"""Ops of the first excerpt; it widens as long as nothing better is reached."""
+"""Number of ops of the first excerpt. Excerpts get wider as long as nothing better is found."""
 _WORKERS = 2
 _MOST_RUNS = 1_000_000
-"""Of one exact search: a few seconds."""
+"""Maximum number of runs of ops in one exact search: a few seconds."""
 _CONTROL_SECONDS = 5.0
-"""Control edges are tried where so many seconds are left: with thousands of updates they take one or two."""
+"""Control edges are tried only if this many seconds are left. With thousands of updates they take one or two."""
 _MOST_FAILURES = 6
 _EXCERPT_SECONDS = 4.0
 
@@ -43,7 +43,7 @@ class Order:
     bound_nbytes: no sequence has a lower peak.
     given_nbytes: the peak of the order in which the ops were given.
     early_nbytes: the peak of that order with updates as early as possible.
-    by: what the sequence comes from.
+    by: the method that found the sequence.
     seconds: what the solve took.
     """
 
@@ -57,16 +57,16 @@ class Order:
 
     @property
     def gap(self) -> float:
-        """The share by which the peak is above the bound; 0 if no sequence is better."""
+        """By which share the peak is above the bound; 0 if no sequence can be better."""
         return self.peak_nbytes / self.bound_nbytes - 1 if self.bound_nbytes else 0.0
 
 
 def order(problem: Problem, seconds: float = 60.0) -> Order:
     """The ops in a sequence with a peak as low as possible.
 
-    seconds: limit of the search. Updates as early as possible are always tried, however small it is.
+    seconds: limit of the search. Updates as early as possible are always tried, even if the limit is very small.
 
-    Raises OrderingError for seconds that mean nothing.
+    Raises OrderingError if `seconds` is not a positive number.
     """
     if not (math.isfinite(seconds) and seconds > 0):
         raise OrderingError(f"{seconds} is not a positive number of seconds; give one")
@@ -103,7 +103,9 @@ class _Solving:
         return self.peak_nbytes <= self.bound_nbytes or clocks.monotonic() >= self.until
 
     def _width_of(self, sequence: Sequence[int]) -> int:
-        """At how many ops a sequence has its peak: among equal peaks the narrower one is easier to lower."""
+        """At how many ops a sequence has its peak. Of two sequences with equal peaks, the one with fewer such ops is easier to
+        improve.
+        """
         levels = self.problem.levels_nbytes(sequence)
         return int((levels == levels.max(initial=0)).sum())
 
@@ -126,7 +128,7 @@ class _Solving:
         self._listed(self.problem, first, "")
 
     def controlled(self) -> None:
-        """List scheduling once more, with control edges, where updates cannot run late."""
+        """List scheduling once more, with control edges, so that updates cannot run late."""
         if self.problem.updates and not self.done() and self.until - clocks.monotonic() > _CONTROL_SECONDS:
             self._listed(with_control_edges(self.problem), range(len(self.problem)), ", control edges")
 
@@ -174,7 +176,9 @@ class _Solving:
                         break
 
     def _split(self, start: Sequence[int], first: int | None) -> list[int]:
-        """A sequence that is split at an op, then wherever it has its peak. None: at the peak from the beginning."""
+        """A sequence that is first split at the op `first`, and then wherever it has its peak. If None, it is split at the peak
+        from the beginning.
+        """
         sequence, ends = list(start), [0, len(start)]
         while clocks.monotonic() < self.until:
             levels = self.problem.levels_nbytes(sequence)
@@ -185,7 +189,7 @@ class _Solving:
             low, high = ends[part - 1], ends[part]
             cut = self.cuts.at(sequence[at], sequence[:low], sequence[high:])
             if cut.nbytes == levels[at] and first is None:
-                break  # not lower, as long as the parts stay
+                break  # the peak cannot be lowered while these parts stay as they are
             first = None
             early, late = cut.applied(sequence[low:high])
             sequence[low:high] = [*early, cut.op, *late]
@@ -193,8 +197,8 @@ class _Solving:
         return sequence
 
     def search(self) -> None:
-        """The exact search for a peak right below the present one, for the whole sequence: a better one, or the proof that none
-        exists. (Targets between bound and peak need more searches, and each takes as long.)
+        """The exact search on the whole sequence for a peak just below the present one. It finds a better sequence, or proves
+        that there is none. (Targets between bound and peak would need more searches, each of which takes as long.)
         """
         while not self.done():
             target = self.peak_nbytes - 1
@@ -205,7 +209,7 @@ class _Solving:
                 return
 
     def excerpts(self) -> None:
-        """CP-SAT on excerpts around the peak, wider and wider."""
+        """CP-SAT on wider and wider excerpts around the peak."""
         width, failures = _WIDTH, 0
         while not self.done() and failures < _MOST_FAILURES:
             levels = self.problem.levels_nbytes(self.sequence)

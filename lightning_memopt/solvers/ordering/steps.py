@@ -1,11 +1,11 @@
 """The ordering problem of a recorded step.
 
 Precedence: an op runs after the op that last wrote a storage that it reads, and a write runs after all reads of what it
-overwrites. The recorder notes writes in forward as new storage versions; of backward and updates it notes the names of ops, and
-an op whose name says that it works in place (`add_`) writes to its first input, one that works on lists or into given memory
-(`_foreach_add_`, `mm.out`) to all. Ops that draw random numbers keep their order, and so do those of which only the name is
-known, the normalisations of one layer (their running statistics), and whatever ran after a value that Python read (`item`).
-Gradients are added up in the order of the step, because each addition reads the sum so far.
+overwrites. In forward, the recorder notes writes as new storage versions. In backward and updates it notes only the names of
+ops: an op whose name says that it works in place (`add_`) writes to its first input, and one that works on lists or into given
+memory (`_foreach_add_`, `mm.out`) writes to all inputs. These keep their order: ops that draw random numbers, ops about which
+only the name is known, the normalisations of one layer (because of their running statistics), and whatever ran after a value
+that Python read (`item`). Gradients are added up in the order of the step, because each addition reads the sum so far.
 
 Buffers: one for each storage. It is allocated by the op that makes its first version and freed after the last op that reads or
 writes it, as compiled code does; eager Python may hold it for longer. A gradient that an update reads is freed by that update.
@@ -27,7 +27,7 @@ _HOST = {
     "_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim",
     "unique_consecutive",
 }  # fmt: skip
-"""Python may read their values, or the sizes of their results: every later op may depend on them."""
+"""Ops whose values, or sizes of results, Python may read, so that every later op may depend on them."""
 
 _RANDOM = re.compile(r"(native_dropout|bernoulli|multinomial|poisson|rand|randn|randint|normal|uniform|exponential)_?")
 """Random ops of compiled regions, whose graphs do not say that they read a generator. Inductor's own have seeds."""
@@ -40,7 +40,7 @@ class Step:
     graph: the step.
     problem: its ops; views are parts of other ops.
     first: ops of the graph that run before all others.
-    groups: op of the problem -> the ops of the graph that run one after the other in its place.
+    groups: op of the problem -> the ops of the graph that it stands for, in their order.
     """
 
     graph: Graph
@@ -55,7 +55,7 @@ class Step:
 
 @dataclass
 class _Storage:
-    """What is known of a storage while the ops are read in their order.
+    """What is known about a storage while the ops are read in their order.
 
     maker: the op of the problem that allocated it; BEFORE.
     writer: the op that wrote it last; BEFORE.
@@ -145,7 +145,7 @@ def step_of(graph: Graph) -> Step:
         if not storage.nbytes or id in windowed:
             continue
         born_at = graph.tensors[id].born_at
-        if not storage.made:  # no op made it: memory that the recorder does not see, beside the ops between these points
+        if not storage.made:  # no op made it: memory that the recorder does not see, allocated between the ops at these points
             windows.append((storage.nbytes, (born_at, storage.freed_at)))
             continue
         read_by_update = bool(storage.users & updates)
@@ -168,7 +168,7 @@ def step_of(graph: Graph) -> Step:
     for nbytes, (begins, ends) in windows:
         maker, user = bisect_left(of_point, begins), bisect_right(of_point, ends) - 1
         if maker > user:
-            continue  # between two ops: autograd hands a tensor on
+            continue  # between two ops: autograd passes a tensor on
         makers.append(maker)
         users.append((user,))
         sizes.append(nbytes)
@@ -208,7 +208,7 @@ def _written(op: Op) -> tuple[int, ...]:
 
 
 def _chains(op: Op) -> list[str]:
-    """Names of the chains in which an op keeps its place."""
+    """Names of the groups of ops within which this op keeps its place in the order."""
     chains = []
     namespace, base, _ = _parts(op)
     if op.state_nbytes or (namespace == "aten" and _RANDOM.fullmatch(base)):

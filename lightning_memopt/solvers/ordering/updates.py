@@ -1,8 +1,8 @@
-"""Updates as early as possible (OLLA, section 4.3): an update frees its gradient, and nothing is gained by waiting.
+"""Updates as early as possible (OLLA, section 4.3): an update frees its gradient, so waiting gains nothing.
 
-`early` moves each update right behind the last op that it must wait for. `control_edges` are
-OLLA's Functions 3 and 4: for each update an *anchor* that runs soon after, found near the update's inputs; an edge of no bytes
-from the update to the anchor narrows the span in which the update may run.
+`early` moves each update right behind the last op that it must wait for. `control_edges` implements OLLA's Functions 3 and 4:
+for each update it finds, near the update's inputs, an *anchor* that runs soon after. An edge without bytes from the update to
+the anchor narrows the span in which the update may run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def early(problem: Problem, sequence: Sequence[int]) -> list[int]:
     """The sequence with every update right behind the last op that it must wait for."""
     place = {op: position for position, op in enumerate(sequence)}
     at: dict[int, tuple[int, int]] = {}
-    for op in sequence:  # an update may wait for another one, which has moved
+    for op in sequence:  # an update may have to wait for another update, which has moved
         if op in problem.updates:
             at[op] = max((at[o] for o in problem.before[op]), default=(-1, 0))[0], place[op]
         else:
@@ -63,7 +63,7 @@ def _candidate(
 ) -> tuple[int | None, int]:
     """Function 4: below `start`, the op above the level of the update from which the way to the end is longest.
 
-    Updates are no anchors: they may run at any time. The paper's recursion, as a stack.
+    Updates cannot be anchors, because they may run at any time. The paper's recursion is written as a loop with a stack.
     """
     stack = [start]
     while stack:

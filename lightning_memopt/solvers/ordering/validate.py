@@ -11,7 +11,7 @@ from lightning_memopt.solvers.ordering.problem import Problem
 def faults(problem: Problem, sequence: Sequence[int], peak_nbytes: int | None = None) -> list[str]:
     """One line for every rule that a sequence breaks; none if it is right.
 
-    The rules: every op runs once; no op runs before one that it must wait for; the peak is `peak_nbytes`, if that is given.
+    The rules: every op runs once; no op runs before one that it must wait for; and the peak is `peak_nbytes`, if given.
     """
     lines = []
     if sorted(sequence) != list(range(len(problem))):
@@ -32,11 +32,12 @@ def faults(problem: Problem, sequence: Sequence[int], peak_nbytes: int | None = 
 
 
 def faults_in_step(graph: Graph, sequence: Sequence[int]) -> list[str]:
-    """The same for all ops of a recorded step, from the graph itself: every op meets the memory that it met in the step.
+    """The same for all ops of a recorded step, checked on the graph itself: every op finds memory in the state in which it
+    found it in the step.
 
-    That is so if each storage that it reads or writes was last written by the same op as in the step. Random ops, ops of which
-    only their names are known, and the normalisations of one layer run in the order that they had, and what ran after a value
-    that Python read still does (except views, which make and write nothing).
+    That holds if each storage that the op reads or writes was last written by the same op as in the step. Random ops, ops about
+    which only the name is known, and the normalisations of one layer must keep their order. What ran after Python read a value
+    must still run after it (except views, which make and write nothing).
     """
     if sorted(sequence) != list(range(len(graph.ops))):
         return [f"{len(sequence)} numbers are not the {len(graph.ops)} ops of the step, each once"]

@@ -3,10 +3,10 @@
 Enter through `place(buffers, capacity, seconds)`, or through `place_cyclic` for steps that follow one another. `faults` checks
 a placement with code of its own. The modules:
 
-    buffers    the problem as arrays, the lower bound max-live, parts that do not concern each other
-    best_fit   one buffer after the other into the smallest gap
+    buffers    the problem as arrays, the lower bound max-live, independent parts
+    best_fit   put one buffer after the other into the smallest gap
     promotion  best-fit again and again: what ended too high is placed earlier
-    sections   the moments that a search has to look at
+    sections   the times that a search has to look at
     search     the exact search within a capacity, in C++, if there is a compiler
     solve      `place`: each part of a problem by best-fit, and by the search and repeated best-fit at the same time
     cyclic     buffers that live from one step into the next

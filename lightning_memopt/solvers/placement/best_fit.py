@@ -1,4 +1,4 @@
-"""Best-fit: buffers are placed one after the other, each into the smallest gap that has space for it."""
+"""Best-fit: place buffers one after the other, each into the smallest gap that has space for it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from lightning_memopt.solvers.placement.buffers import Ints, Problem
 def best_fit(problem: Problem, order: Ints) -> Ints:
     """Offsets, shape (n,), from placing the buffers in this order.
 
-    A gap is between two placed buffers that are alive at the same time as the new one. Of equal gaps the lowest is taken;
-    without a gap the buffer goes on top.
+    A gap is between two placed buffers that are alive at the same time as the new one. Of equal gaps the lowest is taken. If
+    there is no gap, the buffer goes on top.
     """
     lower, upper, size = problem.lower, problem.upper, problem.size
     offsets = np.zeros(len(problem), dtype=np.int64)
@@ -31,7 +31,7 @@ def best_fit(problem: Problem, order: Ints) -> Ints:
 
 
 def orders(problem: Problem) -> dict[str, Ints]:
-    """The orders of the literature: by size, area and lifetime, the largest first, and by time."""
+    """The orders of the literature: by size, by area and by lifetime, each with the largest first, and by time."""
     lower, size, lifetime = problem.lower, problem.size, problem.upper - problem.lower
     area = size.astype(float) * lifetime
     return {

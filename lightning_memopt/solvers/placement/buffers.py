@@ -1,4 +1,4 @@
-"""Buffers that need addresses: lifetimes, sizes, the lower bound, and the parts that do not concern each other."""
+"""Buffers that need addresses: lifetimes, sizes, the lower bound, and parts that are independent of each other."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from lightning_memopt.units import round_up
 Ints = npt.NDArray[np.int64]
 
 MOST_NBYTES = 1 << 62
-"""Sizes, together with their sum, and times are below this, so that sums of two of them fit 64 bits."""
+"""Times, sizes and the sum of all sizes are below this, so that the sum of any two of them fits into 64 bits."""
 
 
 class Buffer(NamedTuple):
     """One interval of time that needs bytes at consecutive addresses.
 
     id: its name.
-    lower: the time at which it comes.
-    upper: the time at which it has gone: it may share bytes with a buffer that comes then.
+    lower: the time at which it is allocated.
+    upper: the time at which it is free again: a buffer that is allocated at this time may share its bytes.
     size: bytes.
     """
 
@@ -71,7 +71,7 @@ class Problem:
 
     @cached_property
     def times(self) -> Ints:
-        """The moments at which a buffer comes or goes, ascending. Section `k` is from `times[k]` to `times[k + 1]`."""
+        """The times at which a buffer is allocated or freed, ascending. Section `k` is from `times[k]` to `times[k + 1]`."""
         return np.unique(np.concatenate([self.lower, self.upper]))
 
     @cached_property
@@ -81,12 +81,12 @@ class Problem:
 
     @cached_property
     def last(self) -> Ints:
-        """The section behind the last one of every buffer."""
+        """The section after the last one of every buffer."""
         return np.searchsorted(self.times, self.upper)
 
     @cached_property
     def load_nbytes(self) -> Ints:
-        """Bytes that are alive in every section."""
+        """The live bytes in each section."""
         steps = np.zeros(max(len(self.times), 1), dtype=np.int64)
         np.add.at(steps, self.first, self.size)
         np.subtract.at(steps, self.last, self.size)
@@ -94,7 +94,7 @@ class Problem:
 
     @cached_property
     def bound_nbytes(self) -> int:
-        """The most bytes that are alive at one moment (max-live): no placement is lower."""
+        """The most bytes that are live at one time (max-live). No placement can be lower."""
         return int(self.load_nbytes.max(initial=0))
 
     def part(self, indices: Ints) -> Problem:
@@ -102,7 +102,9 @@ class Problem:
         return Problem(self.lower[indices], self.upper[indices], self.size[indices])
 
     def components(self) -> list[Ints]:
-        """Indices of the buffers between moments at which no buffer is alive, in order of time: each part is placed alone."""
+        """Indices of the buffers, grouped in the order of time so that no buffer is live between two groups. Each group can be
+        placed separately.
+        """
         if not len(self):
             return []
         order = np.argsort(self.lower, kind="stable")

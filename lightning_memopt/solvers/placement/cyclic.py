@@ -1,9 +1,10 @@
-"""Addresses for steps that follow one another: a buffer may live from one step into the next, at one address.
+"""Addresses for steps that follow one another: a buffer may live from one step into the next and keeps its address.
 
-Where a step begins does not matter for its addresses. So it is cut where the fewest bytes are alive. A buffer that is alive
-there has two pieces on the time of a step: its *tail*, until the step ends, and its *head*, from where the next step begins.
-All tails share the last moment, and all heads the first one. So best-fit that begins with a tail, its head, the next tail, its
-head and so on, in any order, stacks both from address 0 on without a gap, and gives the two pieces of a buffer one offset.
+It does not matter for the addresses where a step begins. So the step is cut where the fewest bytes are live. A buffer that is
+live there has two pieces within a step: its *tail*, which lasts until the step ends, and its *head*, which begins with the next
+step. All tails are live at the last moment of the step, and all heads at the first. So if best-fit first places a tail, its
+head, the next tail, its head and so on, it stacks tails and heads from address 0 without gaps, and the two pieces of a buffer
+get the same offset. This holds for any order of the buffers.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from lightning_memopt.solvers.placement.solve import Placement, place
 
 
 def place_cyclic(buffers: Sequence[Buffer], period: int, seconds: float = 60.0, alignment: int = 1) -> Placement:
-    """Place the buffers of one step as low as possible, where each step has the same buffers `period` later.
+    """Place the buffers of one step as low as possible, if each step has the same buffers `period` later than the step before.
 
-    buffers: lifetimes begin in [0, period). One that ends above `period` lives into the next step, for less than a period in
-        all.
+    buffers: lifetimes begin in [0, period). A buffer that ends after `period` lives into the next step; its lifetime must be
+        shorter than a period.
 
-    Raises PlacementError as `place` does, and where a lifetime begins elsewhere or is a period or longer.
+    Raises PlacementError as `place` does, and if a lifetime begins outside of the period or is not shorter than it.
     """
     for buffer in buffers:
         if not 0 <= buffer.lower < period or buffer.upper - buffer.lower > period:
@@ -55,8 +56,8 @@ def place_cyclic(buffers: Sequence[Buffer], period: int, seconds: float = 60.0, 
 
 
 def _cut(buffers: Sequence[Buffer], period: int) -> int:
-    """The moment in [0, period) that the fewest bytes live across; of equal ones the first."""
-    change = np.zeros(2 * period + 2, dtype=np.int64)  # a buffer lives across the moments between its lower and its upper
+    """The time in [0, period) across which the fewest bytes live; the first one if several are equal."""
+    change = np.zeros(2 * period + 2, dtype=np.int64)  # a buffer lives across the times between its lower and its upper
     for buffer in buffers:
         change[buffer.lower + 1] += buffer.size
         change[buffer.upper] -= buffer.size
@@ -74,15 +75,15 @@ def _offsets(problem: Problem, crossing: list[int], count: int, until: float) ->
     is_head[heads] = True
 
     def stacked(problem: Problem, order: Ints) -> Ints:
-        """Best-fit in this order, but the tails before all others, and each head behind its tail."""
+        """Best-fit in this order, except that tails come before all other buffers, and each head right after its tail."""
         stack = order[head_of[order] >= 0]
         rest = order[(head_of[order] < 0) & ~is_head[order]]
         return best_fitted(problem, np.concatenate([np.stack([stack, head_of[stack]], axis=1).ravel(), rest]))
 
     size = problem.size[tails]
     stacks = [
-        np.lexsort((-size, -problem.upper[heads], problem.lower[tails])),  # who comes first is at the bottom
-        np.lexsort((-size, problem.lower[tails], -problem.upper[heads])),  # who goes last is at the bottom
+        np.lexsort((-size, -problem.upper[heads], problem.lower[tails])),  # those allocated first are at the bottom
+        np.lexsort((-size, problem.lower[tails], -problem.upper[heads])),  # those freed last are at the bottom
         np.lexsort((problem.lower[tails], -size)),
     ]
     orders = best_fit.orders(problem).values()

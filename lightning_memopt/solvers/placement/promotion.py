@@ -1,7 +1,7 @@
-"""Repeated best-fit: what ended above the target is placed earlier the next time.
+"""Repeated best-fit: buffers that ended above the target are placed earlier the next time.
 
-A small pool of orders is kept, the best first. Every round takes one of them at random, moves the buffers that end above the
-target to the front (or near it), and with them a few of those that are alive at the same time as the worst of them.
+A few orders are kept, the best first. Every round takes one of them at random and moves the buffers that end above the target
+to the front (or near it), together with a few of those that are live at the same time as the worst of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightning_memopt.solvers.placement.best_fit import best_fit
 from lightning_memopt.solvers.placement.buffers import Ints, Problem
 
 POOL = 8
-"""Orders that are kept."""
+"""Number of orders that are kept."""
 
 Placer = Callable[[Problem, Ints], Ints]
 
@@ -32,14 +32,14 @@ def repeated(
     seed: int = 0,
     stop: Callable[[], bool] = lambda: False,
 ) -> Ints:
-    """The lowest placement, as offsets of shape (n,); returned early where it is not above `target_nbytes`.
+    """The lowest placement that was found, as offsets of shape (n,). It is returned early if it is not above `target_nbytes`.
 
     starts: the first orders; at least one.
     until: `clocks.monotonic()` at which the last round begins; the starts are always placed.
-    place: best-fit in Python, or its native equal.
+    place: best-fit in Python, or the native function that does the same.
     better: is called with each placement, and its height, that is lower than all before.
     stop: ends the rounds when it returns True.
-    rounds: most rounds after the starts; None for no limit.
+    rounds: maximum number of rounds after the starts; None for no limit.
     """
     rng = np.random.default_rng(seed)
     pool: list[tuple[int, Ints, Ints]] = []  # (height, order, offsets), the lowest first
@@ -68,7 +68,9 @@ def repeated(
 
 
 def _promoted(problem: Problem, order: Ints, offsets: Ints, target_nbytes: int, rng: np.random.Generator) -> Ints:
-    """The next order: those above the target earlier, and with them a random few that share moments with one of them."""
+    """The next order: buffers above the target come earlier, and with them a few random ones that are live at the same time as
+    one of them.
+    """
     above = offsets + problem.size > target_nbytes
     worst = rng.choice(np.flatnonzero(above))
     beside = (problem.lower < problem.upper[worst]) & (problem.upper > problem.lower[worst])

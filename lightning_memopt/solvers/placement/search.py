@@ -1,4 +1,4 @@
-"""The exact search (native/placement.cpp, which says how it works), and best-fit in C++, where a compiler is there."""
+"""The exact search (native/placement.cpp says how it works) and best-fit in C++. Both need a compiler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _lock = threading.Lock()
 
 
 def available() -> bool:
-    """Whether the library is there; the first call builds it."""
+    """Whether the library can be used. The first call builds it."""
     with _lock:
         return _library() is not None
 
@@ -50,7 +50,7 @@ def _of(array: np.ndarray) -> ctypes.c_void_p:
 
 
 def best_fit(problem: Problem, order: Ints) -> Ints:
-    """As `best_fit.best_fit`. The library is available."""
+    """As `best_fit.best_fit`. The library must be available."""
     library = _library()
     assert library is not None
     arrays = [np.ascontiguousarray(a, dtype=np.int64) for a in (problem.lower, problem.upper, problem.size, order)]
@@ -73,12 +73,12 @@ class Stop:
 
 
 def search(sections: Sections, capacity: int, seconds: float, stop: Stop) -> tuple[Ints | None, bool]:
-    """(offsets of shape (n,) within the capacity or None, whether that is certain). The library is available.
+    """(offsets of shape (n,) within the capacity or None, whether that is certain). The library must be available.
 
     capacity: bytes.
-    seconds: after so many, or when `stop` is set, the search gives up.
+    seconds: the search gives up after this time, or when `stop` is set.
 
-    The interpreter's lock is free meanwhile.
+    The search does not hold the interpreter's lock.
     """
     library = _library()
     assert library is not None

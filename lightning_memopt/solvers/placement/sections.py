@@ -1,6 +1,7 @@
-"""The time axis cut into sections: moments of which each has a set of buffers that no other moment's set contains.
+"""The time axis cut into sections. A section stands for a time whose set of live buffers is not contained in that of any other
+time.
 
-Two buffers share a moment if and only if they share a section. So the search looks at sections only.
+Two buffers are live at the same time if and only if they share a section. So the search looks only at sections.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Sections:
 
     first, last: half-open range of sections of every buffer.
     size: bytes of every buffer.
-    load_nbytes: bytes that are alive in every section.
+    load_nbytes: the live bytes in each section.
     """
 
     first: Indices

@@ -16,13 +16,15 @@ from lightning_memopt.solvers.placement.buffers import Buffer, Ints, Problem
 from lightning_memopt.solvers.placement.sections import Sections
 
 _MOST_CELLS = 1 << 24
-"""Maximum of pairs of a buffer and one of its sections, and of pairs of two buffers: a search takes some of their bytes."""
+"""Maximum number of pairs (buffer, section of it) and of pairs of two buffers. The memory of a search is proportional to
+these.
+"""
 
 _SHORTEST_SECONDS = 0.1
-"""An aim gets half of the time that is left, or all of it where that is less than this."""
+"""Each target gets half of the remaining time, or all of it if less than this remains."""
 
 _STACK_NBYTES = 256 << 20
-"""The stack of the thread that searches: a search is as deep as there are buffers. Pages that are not used take no memory."""
+"""Size of the stack of the searching thread. A search is as deep as there are buffers. Unused pages take no memory."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class Placement:
     offsets: bytes from the beginning of the arena, for every buffer in the order in which they were given.
     height_nbytes: bytes of the arena that the offsets need.
     bound_nbytes: no placement needs fewer bytes than this.
-    fits: whether the height is within the capacity that was asked for; True where none was.
-    seconds: what the solve took.
+    fits: whether the height is within the given capacity; True if none was given.
+    seconds: how long the solve took.
     """
 
     offsets: tuple[int, ...]
@@ -51,12 +53,12 @@ class Placement:
 def place(buffers: Sequence[Buffer], capacity: int | None = None, seconds: float = 60.0, alignment: int = 1) -> Placement:
     """Place the buffers within `capacity` bytes, or as low as possible.
 
-    capacity: bytes. The search ends where a placement fits. If the seconds are over before, the result is the lowest placement
-        that was reached, and its `fits` is False.
-    seconds: limit of the search. A few cheap placements are always tried, however small it is.
+    capacity: bytes. The search ends when a placement fits. If time runs out before, the result is the lowest placement that was
+        found, and its `fits` is False.
+    seconds: limit of the search. A few cheap placements are always tried, even if the limit is very small.
     alignment: all offsets are multiples of it, in bytes.
 
-    Raises PlacementError for buffers, a capacity, seconds or an alignment that mean nothing.
+    Raises PlacementError if a buffer, the capacity, the seconds or the alignment are not valid.
     """
     began = clocks.monotonic()
     if capacity is not None and capacity < 1:
@@ -77,7 +79,7 @@ def place(buffers: Sequence[Buffer], capacity: int | None = None, seconds: float
 def _offsets(problem: Problem, target_nbytes: int, until: float, lowest: bool) -> Ints:
     """Offsets of all parts. Each part that needs more than best-fit gets an equal share of the time that is left.
 
-    lowest: whether the parts are placed as low as possible above the target, where it is not reached.
+    lowest: whether parts that do not reach the target are placed as low as possible above it.
     """
     offsets = np.zeros(len(problem), dtype=np.int64)
     parts = [(indices, _Part(problem.part(indices), target_nbytes)) for indices in problem.components()]
@@ -94,7 +96,7 @@ def _offsets(problem: Problem, target_nbytes: int, until: float, lowest: bool) -
 
 
 class _Part:
-    """Buffers that all concern each other, and their lowest placement so far.
+    """Buffers that must be placed together, and their lowest placement so far.
 
     impossible_nbytes: no placement is this low; 0 if nothing was proven.
     """
@@ -112,14 +114,16 @@ class _Part:
                 self._better(self._place(problem, order))
 
     def lower_all(self, target_nbytes: int, until: float) -> None:
-        """`lower`, and where the target is not reached, as far as possible: each aim halves the distance, up or down."""
+        """`lower`; if the target is not reached, lower the offsets as far as possible: bisect between what was reached and the
+        target.
+        """
         failed_nbytes, aim_nbytes = 0, target_nbytes
         while self.height_nbytes > target_nbytes and (left := until - clocks.monotonic()) > 0:
             self.lower(aim_nbytes, until - left / 2 if left > _SHORTEST_SECONDS else until)
             if self.height_nbytes > aim_nbytes:
                 failed_nbytes = max(failed_nbytes, aim_nbytes)
             steps = (self.height_nbytes - failed_nbytes) // self._unit_nbytes
-            if steps <= 1:  # nothing lies between; but what failed was perhaps given up too early
+            if steps <= 1:  # nothing lies in between, but the last attempt may have been given up too early
                 if self.impossible_nbytes == failed_nbytes:
                     return
                 failed_nbytes = self.impossible_nbytes

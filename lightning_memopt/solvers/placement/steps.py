@@ -1,4 +1,4 @@
-"""The buffers of a recorded step: what it requests of the allocator, with the request's number as the time."""
+"""The buffers of a recorded step: what it requests from the allocator. The number of a request is its time."""
 
 from __future__ import annotations
 
