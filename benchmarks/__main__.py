@@ -2,7 +2,7 @@
 
 python -m benchmarks                      # names, and what each measures
 python -m benchmarks chain echo           # one after the other
-python -m benchmarks frontier gpt2 --rounds 5      # what is no benchmark's name goes to the one before it
+python -m benchmarks frontier gpt2 --rounds 5      # what is not a benchmark's name goes to the one before it
 python -m benchmarks --short              # those that take a minute or less, at small sizes; `make bench`
 """
 

@@ -1,4 +1,4 @@
-"""Batch finders on a device of so many bytes: ours, Lightning's, Accelerate's; and what a plan makes of the same bytes.
+"""Batch finders on a device of limited size: ours, Lightning's, Accelerate's; and what a plan makes of the same bytes.
 
 `python -m benchmarks batch_size` writes `benchmarks/results/batch_size.json`. The device is enforced op by op: torch's own
 out-of-memory error is raised when live bytes would pass the limit (`tests/cpu/lib/limits.py`). It does not see what ops take on

@@ -47,7 +47,7 @@ def main(words: list[str] | None = None) -> int:
         print("there is no CUDA device here that answers", file=sys.stderr)
         return 1
     if found["device"] == EMULATED and args.out.resolve().is_relative_to(RESULTS):
-        print(f"what an emulated device gives is no result: write it outside of {RESULTS}", file=sys.stderr)
+        print(f"what an emulated device gives is not a result: write it outside of {RESULTS}", file=sys.stderr)
         return 1
     path = args.out / "results.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from lightning_memopt.trace import metered_cpu
 STEPS = 14
 """A region is compiled up to six times, and a step in which code is compiled is not planned from."""
 TIMED = 3
-"""So many last steps are timed."""
+"""Number of steps, the last ones, that are timed."""
 
 Row = dict[str, Any]
 

@@ -37,7 +37,7 @@ def _twice(inside: int, middle: int, out: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """Five heights; an average pool to the larger size is the way up, as MONeT has it in the place of an interpolation."""
+    """Five heights; an average pool to the larger size is the way up, which MONeT uses instead of an interpolation."""
 
     def __init__(self) -> None:
         super().__init__()

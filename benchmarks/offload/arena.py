@@ -64,7 +64,7 @@ def stacked(spans: Iterable[tuple[int, int, int, int]]) -> Stack:
 
 
 def with_arena(graph: Graph, nbytes: int) -> Graph:
-    """The graph with so many bytes more that are there for the whole step."""
+    """The graph with this many more bytes, which are in memory for the whole step."""
     last, new = len(graph.points) - 1, len(graph.tensors)
     arena = Tensor(id=new, name="arena", nbytes=nbytes, kind="buffer", storage=-1 - new, born_at=BEFORE, freed_at=last)
     return replace(graph, tensors=(*graph.tensors, arena))

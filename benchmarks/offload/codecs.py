@@ -4,7 +4,7 @@
     python -m benchmarks codecs [--steps 10] [-o benchmarks/results/codecs.json]
 
 Maps: the inputs of every convolution and linear layer of the two demo models after some steps of training: the digits ResNet,
-also on larger images, whose maps are no multiples of 4 wide; the character GPT, also after ten times as many steps. ZFP (fixed
+also on larger images, whose maps are not multiples of 4 wide; the character GPT, also after ten times as many steps. ZFP (fixed
 rate) sees each map as one to four dimensions, the outer ones flattened: its blocks would otherwise hold less of a map.
 The bar: an error of at most 1.25 times that of the best of them, and no more bytes.
 """

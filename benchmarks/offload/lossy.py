@@ -160,7 +160,7 @@ def held_out(task: Any, workload: Any) -> tuple[float, float]:
 
 
 def trained(name: str, form: str, seed: int, steps: int, settings: Any) -> Row:
-    """One training of so many steps, every one of them under the plan of `form`."""
+    """One training of several steps, each under the plan of `form`."""
     task = MODELS[name]
     graph = observed(task, settings)
     forms = {} if form == "exact" else eligible(graph, form)

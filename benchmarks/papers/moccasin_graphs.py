@@ -24,7 +24,9 @@ from lightning_memopt.plan import Life, Rebuild, lower
 SECONDS = 100.0
 """Of a step in its input order."""
 UNIT_NBYTES = 1 << 13
-"""A budget of ours leaves fewer bytes free for the unseen. Where sizes are smaller, a unit counts as so many bytes."""
+"""Number of bytes that one unit of size counts as, if sizes are small: budgets here leave some bytes free for unseen memory,
+and those must be less than a unit.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,7 +56,7 @@ class Case:
     """A network of MONeT's, and what its README reports of it.
 
     title: as it is called in the tables.
-    build: gives the model and a batch of so many samples.
+    build: makes the model and a batch with this number of samples.
     batch: samples of MONeT's batch.
     gib: memory of the unmodified step there.
     points: (memory, extra seconds in percent of the unmodified step) of MONeT's schedules.
@@ -170,9 +170,9 @@ def predicted(case: Case) -> dict[str, Any]:
 
 
 def convolution_flops(step: Callable[[], Any]) -> int:
-    """FLOPs of the convolutions of a step that are no part of backward's own ops: what runs again included.
+    """FLOPs of the convolutions of a step that are not part of backward's own ops: what runs again included.
 
-    A counter in the place of the profiler would be a dispatch mode, and rebuilds run beneath all modes.
+    A counter instead of the profiler would be a dispatch mode, and rebuilds run beneath all modes.
     """
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         step()

@@ -84,7 +84,7 @@ class Training:
         return statistics.median(w for w, _ in took), statistics.median(c for _, c in took)
 
     def rests(self) -> None:
-        """Another one trains now, whose requests are no requests of this one's step."""
+        """Another one trains now, whose requests are not requests of this one's step."""
         self.run.session.pool.rests()
 
     def pool(self) -> PoolStatus:

@@ -185,7 +185,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="*", help="default: 2 and 4")
     parser.add_argument("--models", nargs="*", help=f"default: {', '.join(SIZES)}")
     parser.add_argument("--table", action="store_true", help="print what is recorded")
-    parser.add_argument("--runs", type=int, help="only repeat so many runs, and print how far peaks are from their predictions")
+    parser.add_argument("--runs", type=int, help="repeat only this many runs; print how far peaks are from predictions")
     args = parser.parse_args()
     if args.runs:
         for world in args.ranks or (2, 4):

@@ -3,10 +3,10 @@
     python -m benchmarks architectures [names...] [--jobs 2] [--out DIR] [--docs FILE]
 
 The budget leaves half of the activations: what is resident, and half of what the unmodified step has above it, by a count of
-torch's allocator that is no part of the package. Every step's loss and gradients, and at the end parameters, buffers, optimizer
-state and generators must be bit-equal to those of the unmodified run, and the measured peak of every planned step within the
-budget; or the run is refused by name. Models run in processes of their own, with a time-out each. Writes architectures.json
-and the page docs/supported_models.md; a part of the sweep leaves the other rows as they are.
+torch's allocator that is not part of the package. Every step's loss and gradients, and at the end parameters, buffers,
+optimizer state and generators must be bit-equal to those of the unmodified run, and the measured peak of every planned step
+within the budget; or the run is refused by name. Models run in processes of their own, with a time-out each. Writes
+architectures.json and the page docs/supported_models.md; a part of the sweep leaves the other rows as they are.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ def page(rows: list[Row]) -> str:
         "*Equal*: losses and gradients of every step, parameters, buffers, optimizer state and the states of torch's, "
         "numpy's and Python's generators at the end are bit-equal to the unmodified run's. *Observed*: the peak of an observed "
         "step under the smallest plan, where no budget bounds it, by that of the same unmodified step. *Measured*: the highest "
-        "of the planned steps. Peaks are counted by a library that is no part of this package (preloaded around "
+        "of the planned steps. Peaks are counted by a library that is not part of this package (preloaded around "
         "`c10::alloc_cpu`). MiB.",
         "",
         summary(rows) + ".",

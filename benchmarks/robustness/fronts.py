@@ -9,7 +9,7 @@ plainly, with accumulation, clipping, a schedule, an average of the weights, and
 and by the plain run). A solve has 0.3 seconds, because bits and peaks are compared, not speed. The budget is
 what is there between the steps of the plain run and half of what a step has on top; where that is refused, the number that the
 refusal names. Losses, parameters, buffers, averages, optimizer state and generators must be the plain run's bit by bit, the
-peak of every planned step within the budget and within 1 % of the prediction, by a count of torch's allocator that is no part
+peak of every planned step within the budget and within 1 % of the prediction, by a count of torch's allocator that is not part
 of the package. --json adds to what the file has of other fronts; --table writes the page from it.
 """
 
@@ -146,7 +146,7 @@ def page(results: dict[str, Any]) -> str:
         "an average of the weights, resumed from the checkpoint of the plain run, and resumed by the plain run. The budget is "
         "what is there between the steps of the plain run, and half of what a step has on top.",
         "*Exact*: losses, parameters, buffers, averages, optimizer state and generators are the plain run's bits. *Kept*: "
-        "the peak of every planned step is within the budget, by a count of torch's allocator that is no part of this package. "
+        "the peak of every planned step is within the budget, by a count of torch's allocator that is not in this package. "
         "*Off*: by how much the largest peak of a planned step differs from its prediction. *Peak*: planned, as a share of the "
         "plain run's. A row has the cases of one front in one precision.",
         "",

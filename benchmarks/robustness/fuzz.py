@@ -6,7 +6,7 @@
 Each seed is two cases. A program (fuzzing/case.py): a model of random ops, a random plan that rebuilds and puts tensors on a
 disk, steps with other branches, sizes, writes, copies, errors, second backwards, updates in backward. A loop (fuzzing/loop.py):
 such a model trained as loops train, observed, planned and metered as for a user. It is exact, within its budget by an
-allocator count that is no part of this package, in observed steps near the plain step, refused at most once, and never silent.
+allocator count that is not part of this package, in observed steps near the plain step, refused at most once, and never silent.
 Cases run in processes of their own, so that a crash or a hang is a finding too. What fails is made as small as possible, and
 printed as JSON. The last lines count what was drawn. The exit code is the number of findings, at most 100.
 """
@@ -81,7 +81,7 @@ class Worker:
 
 
 def smallest(worker: Worker, case: Case | Loop, finding: Finding, seconds: float) -> Case | Loop:
-    """The case made as small as possible in so many seconds."""
+    """The case, made as small as possible within the given seconds."""
     ends = time.monotonic() + seconds
 
     def fails(smaller: Case | Loop) -> bool:

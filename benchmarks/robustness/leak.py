@@ -34,7 +34,9 @@ FILE = RESULTS / "leak.json"
 ENGINES = ("python", "native")
 DEPARTS, RAISES = 50, 70
 WARM = 400
-"""In so many steps every departure has come twice: the state of the other shape is there, and has learned its templates."""
+"""After this many steps, every deviation has occurred twice: the state of the other shape exists, and has learned its
+templates.
+"""
 DEPARTURES = ("op", "shape", "no backward", "retained")
 
 

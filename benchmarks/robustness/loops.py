@@ -5,8 +5,8 @@
 Every script of `scripts` trains plainly, then within the plain run's true peak (100 %), within what is there between
 its steps and half of what a step has on top (half), and by the smallest plan (min). A refusal is counted, and the run repeated
 within the number that it names. Losses, parameters, buffers, averages, optimizer state and generators must be the plain run's
-bit by bit; every planned step's peak within the budget, by an allocator count that is no part of the package; and where no plan
-is in force a line must say why. --json adds to what the file has of other scripts; --table writes the page from it.
+bit by bit; every planned step's peak within the budget, by an allocator count that is not part of the package; and if no
+plan is in force, a line must say why. --json adds to what the file has of other scripts; --table writes the page from it.
 """
 
 from __future__ import annotations
@@ -187,11 +187,11 @@ def page(results: dict[str, Any]) -> str:
         "steps (*resident*) and half of what a step has on top, and the smallest plan (`min`). Where the three differ, a cell "
         "has all of them in this order.",
         "A step begins with its first forward and ends with its update. What comes between two steps (a test, a copy of the "
-        "weights, the next batch) is no part of them: where it is above the budget, a line must say so.",
+        "weights, the next batch) is not part of them: where it is above the budget, a line must say so.",
         "*Exact*: losses, parameters, buffers, averages, optimizer state and the generators of torch, numpy and Python are the "
         "plain run's bit by bit. *Kept*: the peak of every step in which a plan was in force is within the budget (`min`: "
-        "within the number that it reports), by a count of torch's allocator that is no part of this package (preloaded around "
-        "`c10::alloc_cpu`). A step that is larger than all before it is foreseen by nobody: it is no fault where a "
+        "within the number that it reports), by a count of torch's allocator that is not part of this package (preloaded "
+        "around `c10::alloc_cpu`). Nobody can foresee a step that is larger than all before it: it is not a fault if a "
         "line says so, and later steps are within the budget (`min`: within the next number that it reports). *Observed / "
         "plain*: the peak of an observed step by that of the same step of the plain run, the largest of them; above "
         f"{OBSERVED_SHARE} and above the budget it is a fault. *Refusals*: how "

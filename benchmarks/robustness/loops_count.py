@@ -1,6 +1,6 @@
 """Bytes that torch's CPU allocator has given out, counted by a library that is preloaded into the process.
 
-It is no part of the package, and does not use what the package measures with: an independent count. Without a compiler, or
+It is not part of the package, and does not use what the package measures with: an independent count. Without a compiler, or
 in a process that was started without the library, nothing is measured.
 """
 

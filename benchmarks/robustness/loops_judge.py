@@ -149,5 +149,5 @@ def _smallest(promised: int) -> int:
 
 
 def why_no_plan(row: dict[str, Any]) -> str:
-    """The first line that is no progress; empty where there is none."""
+    """The first line that does not show progress; empty where there is none."""
     return next((line.removeprefix("MemOpt: ") for line in row["said"] if not line.startswith(_PROGRESS)), "")

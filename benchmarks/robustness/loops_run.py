@@ -55,7 +55,7 @@ class Watching:
 
     `steps`: of every step its peak, and what was promised of it: the plan's own peak in bytes where all forwards of training
     had a plan in force, else None. A step that the package watches begins with its first forward and ends with its update: what
-    comes between two steps (a test, loading the next batch) is no part of them. Their peak is `between`, of the next step.
+    comes between two steps (a test, loading the next batch) is not part of them. Their peak is `between`, of the next step.
     """
 
     budget: Budget

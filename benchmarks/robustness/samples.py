@@ -33,7 +33,7 @@ from lightning_memopt.runtime import Handle, Kept, PlannedEngine
 from lightning_memopt.session import times
 
 EVERY = 25
-"""A sample is taken every so many steps."""
+"""Number of steps from one sample to the next."""
 LEAST = 8
 """Of fewer samples no growth is said."""
 ALLOWED: dict[str, float] = {
@@ -165,7 +165,7 @@ def sample(
 class Samples:
     """`count` samples, in memory that is there from the beginning: they do not grow themselves.
 
-    warm: so many steps at the beginning show no growth: what comes for the first time then stays.
+    warm: number of steps at the beginning whose growth is not counted, because things are allocated for the first time.
     values: quantity -> its values.
     """
 
@@ -215,7 +215,7 @@ def growth(values: Sequence[int], kinds: Sequence[int] = ()) -> float:
 
 
 def leaks(grown: dict[str, float], **allowed: float) -> list[str]:
-    """The quantities that grow more than they may. `allowed`: in the place of `ALLOWED`, by quantity."""
+    """The quantities that grow more than they may. `allowed`: used instead of `ALLOWED`, by quantity."""
     return [name for name, value in grown.items() if value > (ALLOWED | allowed).get(name, 0)]
 
 

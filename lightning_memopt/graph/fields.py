@@ -104,7 +104,7 @@ class Fields:
         """A column of `length` ints in `low .. high`."""
         values = self._list(key, length)
         for i, value in enumerate(values):
-            if type(value) is not int or not low <= value <= high:  # a bool is no int here
+            if type(value) is not int or not low <= value <= high:  # a bool is not an int here
                 self.refuse(key, i, _no_int(value, low, high))
         return values
 

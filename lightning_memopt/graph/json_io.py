@@ -314,7 +314,7 @@ def _check_ops(graph: Graph, fields: Fields) -> None:
             fields.refuse("outputs", op.id, f"{list(op.unrebuilt)} are not all made by the op, which does not make them again")
         for old, new in op.mutates:
             if old not in op.inputs or new not in op.outputs:
-                fields.refuse("mutates", op.id, f"{old} is no input, or {new} no output of the op")
+                fields.refuse("mutates", op.id, f"{old} is not an input, or {new} no output of the op")
             if graph.tensors[old].storage != graph.tensors[new].storage:
                 fields.refuse("mutates", op.id, f"tensors {old} and {new} are not of one storage")
             if graph.tensors[old].freed_at >= op.at:
@@ -345,8 +345,8 @@ def _check_saves(graph: Graph, fields: Fields) -> None:
                 fields.refuse("unpacked_at", save.id, f"{p} is not after {last}")
             last = p
             if graph.points[p] != ("unpack", save.id, k):
-                fields.refuse("unpacked_at", save.id, f"point {p} is no unpack {k} of save {save.id}")
+                fields.refuse("unpacked_at", save.id, f"point {p} is not an unpack {k} of save {save.id}")
         if save.released_at < last:
             fields.refuse("released_at", save.id, f"{save.released_at} is before {last}")
         if save.released_at != len(graph.points) - 1 and graph.points[save.released_at][:2] != ("release", save.id):
-            fields.refuse("released_at", save.id, f"point {save.released_at} is no release of save {save.id}")
+            fields.refuse("released_at", save.id, f"point {save.released_at} is not a release of save {save.id}")

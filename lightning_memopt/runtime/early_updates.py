@@ -74,7 +74,7 @@ def count_versions(optimizer: optim.Optimizer) -> None:
 
 
 Options = list[dict[str, tuple[Any, int]]]
-"""For each group of an optimizer: option -> (value, version counter of the value; 0 where the value is no tensor)."""
+"""For each group of an optimizer: option -> (value, version counter of the value; 0 where the value is not a tensor)."""
 
 
 def _options_of(optimizer: optim.Optimizer) -> Options:

@@ -46,7 +46,7 @@ _SEAM = property(_read, _write, _delete)
 def _settle() -> None:
     tensor = sys.modules.get("torch.distributed.tensor")  # if it is not imported, there are no sharded parameters
     with _lock:
-        for cls in (nn.Parameter, getattr(tensor, "DTensor", nn.Parameter)):  # a sharded parameter is no instance of the first
+        for cls in (nn.Parameter, getattr(tensor, "DTensor", nn.Parameter)):  # a sharded parameter is only of the second class
             if _listeners:
                 cls.grad = _SEAM
             elif vars(cls).get("grad") is _SEAM:

@@ -88,7 +88,7 @@ def last_error() -> int:
 
 
 def run(command: list[str], seconds: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Another process on an emulated device with this environment; its warnings are off. It ends within so many seconds."""
+    """Another process on an emulated device with this environment, with warnings off. It must end within the given seconds."""
     own = {**os.environ, "PYTHONWARNINGS": "ignore", **environment}
     return subprocess.run(command, env=own, capture_output=True, text=True, timeout=seconds)
 

@@ -31,7 +31,7 @@ BLOCK = 512
 FAST, SLOW = 1e11, 1e6
 """Bytes a second of a link, beside ops that take the times of one core of a CPU."""
 TIMES = 2
-"""Batches are so many times as large, with which a plan that parks takes fewer segments than the plain step."""
+"""Factor by which batches are larger, so that a plan that parks takes fewer segments than the plain step."""
 _plain: dict[tuple[str, bool], Trained] = {}
 
 

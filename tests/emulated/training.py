@@ -78,7 +78,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, torch.device], t
     "convolutions, BatchNorm": (Convolutions, lambda n, device: torch.randn(8 * n, 3, 24, 24, device=device)),
     "cells": (Cells, lambda n, device: torch.randn(20, 64 * n, 32, device=device)),
 }
-"""By name: the model, and a batch of it; batches of `n` are so many times as large."""
+"""Name -> the model, and a function that makes a batch of it, `n` times as large."""
 
 
 @dataclass

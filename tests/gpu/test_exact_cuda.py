@@ -47,7 +47,7 @@ class LSTMCells(nn.Module):
 
 
 class Attends(nn.Module):
-    """Attention without dropout, of a length that is no multiple of a tile."""
+    """Attention without dropout, of a length that is not a multiple of a tile."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -59,7 +59,7 @@ def test_each_fault_is_named_and_no_file_has_it(change: Any, words: str, tmp_pat
 
 
 def test_what_the_solver_places_is_right() -> None:
-    """The check is no part of the solver, and agrees with it; a buffer that is moved onto another one is seen."""
+    """The check is not part of the solver, and agrees with it; a buffer that is moved onto another one is seen."""
     seen = 0
     for seed in range(20):
         draw = random.Random(seed)

@@ -155,7 +155,7 @@ def test_the_command_prints_bytes_and_draws(
 
 
 def _into_a_closed_pipe(*words: str) -> None:
-    """`memopt ... | head`: a reader that has gone is no error."""
+    """`memopt ... | head`: a reader that has gone is not an error."""
     command = [sys.executable, "-m", "lightning_memopt.cli", *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stderr is not None

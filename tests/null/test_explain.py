@@ -1,4 +1,4 @@
-"""`memopt explain`: blocks add up, questions about an op or a module are answered, a closed pipe is no error."""
+"""`memopt explain`: blocks add up, questions about an op or a module are answered, a closed pipe is not an error."""
 
 from __future__ import annotations
 

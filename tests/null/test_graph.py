@@ -181,7 +181,7 @@ def test_a_wrong_entry_is_refused_by_field_and_index(table: str, column: str, in
         ("ops", "heavy", "000", "graph.ops.heavy: 3 entries, but the columns beside it have 4"),
         ("ops", "mutates", [[1, 1, 2]], r"graph.ops.mutates\[1\]: tensors 1 and 2 are not of one storage"),
         ("ops", "mutates", [[1, 2]], r"graph.ops.mutates\[0\]: \[1, 2\] is not"),
-        ("ops", "mutates", [[0, 1, 2]], r"graph.ops.mutates\[0\]: 1 is no input"),
+        ("ops", "mutates", [[0, 1, 2]], r"graph.ops.mutates\[0\]: 1 is not an input"),
         ("tensors", "kind", "paa", "graph.ops.inputs|graph.tensors"),
         ("tensors", "extra", [], r"graph.tensors: missing fields \[\], unknown \['extra'\]"),
         ("saves", "tensor", "12", "graph.saves.tensor: '12' is not a list"),

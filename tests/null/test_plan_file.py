@@ -262,7 +262,7 @@ def test_random_changes_of_the_content_raise_nothing_else() -> None:
         for _ in range(rng.choice((1, 1, 2, 5))):
             mutate(obj, rng)
         passed += accepted(obj)
-    assert 0 < passed < 1250  # a changed time or name is no error
+    assert 0 < passed < 1250  # a changed time or name is not an error
 
 
 def test_random_changes_of_the_bytes_raise_nothing_else(written: Path) -> None:

@@ -37,7 +37,7 @@ def test_events_and_blocks(seed: int) -> None:
     blocks: dict[int, int] = {}
 
     def put(nbytes: int) -> int:
-        """The lowest address at which so many bytes are free."""
+        """The lowest address at which this many bytes are free."""
         ends = (BASE, *(address + size for address, size in blocks.items()))
         at = min(a for a in ends if all(a + nbytes <= b or b + size <= a for b, size in blocks.items()))
         blocks[at] = nbytes

@@ -105,7 +105,7 @@ def test_two_tensors_that_share_one_are_not_worth_it() -> None:
 
 
 def test_bytes_that_a_removal_lets_go_of() -> None:
-    """All tensors that only what is removed reads, each once; ops upstream go with it, at most so many as are allowed."""
+    """All tensors that only removed ops read, each once. Upstream ops are removed with them, up to the allowed number."""
     graph = training_step(
         [
             *(step(name, reads=["w"], heavy=True, nbytes=nbytes) for name, nbytes in (("p", 3), ("q", 50), ("r", 700))),

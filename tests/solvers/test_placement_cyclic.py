@@ -12,7 +12,7 @@ from lightning_memopt.solvers.placement import Buffer, faults, place, place_cycl
 
 
 def unrolled(buffers: list[Buffer], period: int, steps: int = 4) -> list[Buffer]:
-    """The buffers of so many steps, one after the other."""
+    """The buffers of several steps, one after the other."""
     return [Buffer(f"{b.id} of {k}", b.lower + k * period, b.upper + k * period, b.size) for k in range(steps) for b in buffers]
 
 

@@ -152,7 +152,7 @@ def test_the_time_limit_holds_for_both_searches() -> None:
 
 
 def test_the_smallest_plan_that_is_fast_enough() -> None:
-    """Of the plans that take at most so many seconds, none is smaller. Where only the unmodified step is fast enough: it."""
+    """No plan that takes at most these seconds is smaller. If only the unmodified step is fast enough, it is chosen."""
     chosen = set()
     for graph in map(random_graph, range(2, 6)):
         frontier = planner.solve(graph)

@@ -35,7 +35,7 @@ CONVOLUTION, RELU, NORM, LINEAR = "aten::convolution", "aten::relu", "aten::nati
 
 @dataclass(frozen=True)
 class Codec(Link):
-    """A codec so many times as fast as the link."""
+    """A codec that is this many times as fast as the link."""
 
     times: float = 1.0
 

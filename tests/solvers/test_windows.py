@@ -31,7 +31,7 @@ from lightning_memopt.solvers.recompute.baselines import per_unit
 from lightning_memopt.solvers.recompute.windows import held_at_boundaries, unit_calls
 
 _SCALE = 1 << 14
-"""Bytes are so many times as large where the planner leaves a fixed number of bytes free in its budgets."""
+"""Factor by which bytes are multiplied, because the planner leaves a fixed number of bytes free in its budgets."""
 
 
 def scaled(graph: Graph) -> Graph:

@@ -12,7 +12,7 @@ SHAPES = ((24, 16), (24, 8), (32, 12))
 AUTOCAST = 2
 LAYERS = 3
 RESTARTS = (60, 130)
-"""After so many steps all objects are made anew and go on from the checkpoint: model, optimizer, and the run."""
+"""Number of steps after which model, optimizer and run are made anew and go on from the checkpoint."""
 PLACES = ("forward", "forward", "backward", "backward", "gradient", "updated", "validation", "save")
 LATE = ("before update",)
 """A place where nothing may raise in a loop with early updates: they have happened, and the optimizer's step must follow."""

@@ -159,7 +159,7 @@ class Loop:
         return state | {"generator": torch.get_rng_state()}
 
     def _save(self, fault: Fault | None) -> None:
-        """Write a checkpoint, and put it in the place of the one before when it is complete."""
+        """Write a checkpoint, and replace the previous one with it when it is complete."""
         partial = self.path.with_suffix(".part")
         torch.save(self._state(), partial)
         if fault is not None:

@@ -28,7 +28,7 @@ from lightning_memopt.plan.forms import codec_of
 from lightning_memopt.session.judge.states import Running
 
 WARM = 400
-"""In so many steps every shape and fault has come: the states of all signatures are there."""
+"""Number of steps in which every shape and fault has occurred, so that the states of all signatures exist."""
 
 
 @dataclass(frozen=True)

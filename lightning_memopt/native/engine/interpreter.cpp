@@ -47,7 +47,7 @@ class Table final : public PyInterpreterVTable {
   }
   bool try_incref(const c10::impl::PyObjectSlot& slot) const override { return torchs->try_incref(slot); }
   size_t refcnt(PyObject* o) const override { return torchs->refcnt(o); }
-  // While hooks are off, torch saves results itself, as aliases, which are no ops of the forward. (Hooks are on at `detach`
+  // While hooks are off, torch saves results itself, as aliases, which are not ops of the forward. (Hooks are on at `detach`
   // ops.)
   c10::intrusive_ptr<TensorImpl> detach(const TensorImpl* t) const override {
     if (!hooks_rest() || innermost() == nullptr || t->key_set().has(c10::DispatchKey::Python)) return torchs->detach(t);

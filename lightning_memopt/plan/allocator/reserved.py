@@ -28,7 +28,7 @@ _NO_SCHEDULE = Schedule(frozenset(), {}, {}, {})
 
 Name = int | tuple[str, int] | str
 Action = tuple[Name, int]
-"""Allocate so many bytes under a name, or free the name where bytes are negative."""
+"""(name, bytes): allocate these bytes under the name; free the name if bytes are negative."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,5 +159,5 @@ def _divisions(value: str) -> tuple[int, ...]:
 def _power_of_two(value: str) -> int:
     number = int(value)
     if number < 1 or number & (number - 1):
-        raise ValueError(f"{number} is no power of two")
+        raise ValueError(f"{number} is not a power of two")
     return number

@@ -139,7 +139,7 @@ class Holding:
     def intact(self) -> bool:
         """Whether the value has not changed since the forward ended, or since it was rebuilt.
 
-        A smaller counter is no change: code that sets a counter back also restores the bytes (FSDP, when it gathers weights).
+        A smaller counter is not a change: code that sets it back also restores the bytes (FSDP, when it gathers weights).
         """
         return self.value is None or self.expected == UNKNOWN or self.value._version <= self.expected
 

@@ -55,7 +55,7 @@ class _Unnamed(Exception):
 
 
 class _Naming:
-    """Puts tensors of the plan in the place of storage versions. Its methods raise _Unnamed where a version is none of them.
+    """Replaces storage versions by tensors of the plan. Its methods raise _Unnamed if a version is not one of them.
 
     versions: the versions of the tape, by id.
     """

@@ -64,7 +64,7 @@ class Space:
         """The offset of a piece of `nbytes` (at least 1), in the smallest free piece that is large enough; None if none is."""
         size = self.rounded(nbytes)
         if size <= 0:
-            raise ValueError(f"{nbytes} bytes are no piece")
+            raise ValueError(f"{nbytes} bytes are not a piece")
         smallest = min(((free_size, offset) for offset, free_size in self._free if free_size >= size), default=None)
         if smallest is None:
             return None

@@ -1,4 +1,4 @@
-"""`find_max_batch_size` around a training function, in place of Accelerate's decorator."""
+"""`find_max_batch_size` around a training function, instead of Accelerate's decorator."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def scaler(**options: Any) -> MemOptBatchScaler:
 
 
 def beside(nbytes: int = BUDGET) -> int:
-    """A budget of so many bytes for the run alone: all that this process holds counts too."""
+    """A budget that leaves this many bytes for the run, because what this process already holds counts too."""
     return nbytes + counted_nbytes()
 
 

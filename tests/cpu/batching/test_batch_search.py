@@ -1,4 +1,4 @@
-"""Searching for a batch size on a device of so many bytes: the size, trials, everything as it was. Ids: hazards.md, L, P27."""
+"""Searching for a batch size on a device of limited size: the size, trials, everything as it was. Ids: hazards.md, L, P27."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.profiled  # their budgets are those of a process that h
 
 
 def true_maximum(limit: int, low: int, high: int) -> int:
-    """By exhaustion: the largest size whose steps in the steady state pass a device of so many bytes, every size tried."""
+    """The largest size whose steps in the steady state fit a device with this many bytes, found by trying every size."""
     fitting = []
     for size in range(low, high):
         words = Words()

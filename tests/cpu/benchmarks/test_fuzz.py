@@ -328,7 +328,7 @@ def test_a_loop_that_fails_is_made_small() -> None:
 
 
 def _ran(*peaks: int, planned: int | None = None, between: int = 0) -> dict[str, Any]:
-    """What came of a run of a step each, the later ones planned for so many bytes."""
+    """The results of runs of one step each; the later ones are planned for this many bytes."""
     always = {"began": 1 << 20, "promised": planned, "between": between, "dropped": 0}
     steps = [always | {"peak": peak, "predicted": planned if i else None} for i, peak in enumerate(peaks)]
     return {

@@ -104,7 +104,7 @@ def test_the_judge() -> None:
 
 
 def test_the_judge_of_what_comes_between_steps() -> None:
-    """More than the budget is no fault of the plan, but a line must say it."""
+    """More than the budget is not a fault of the plan, but a line must say it."""
     test = _outcome()["steps"][0] | {"between": 900}
     said = "MemOpt: 900 bytes (900 B) were in memory between an update and the next forward, 600 above the budget."
     steps = [_outcome()["steps"][0], test]
@@ -115,7 +115,7 @@ def test_the_judge_of_what_comes_between_steps() -> None:
 
 
 def test_the_judge_of_steps_that_change() -> None:
-    """A larger step that is said, and after which the budget is kept, is no fault; an unnoticed one is, and the last one."""
+    """A larger step that is said, and after which the budget is kept, is not a fault; an unnoticed one is, and the last one."""
     step = _outcome()["steps"][0]
     large = step | {"peak": 400}
     said = ["MemOpt: a planned step was measured at 400 bytes (400 B), 100 above the budget; observing again (1 of 3)"]

@@ -321,7 +321,7 @@ def test_a_retained_graph_holds_what_it_does_without_a_run() -> None:
 
 
 def test_what_cannot_be_compared_is_kept_where_torch_does_not_say_that_it_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A custom op without room to run again beside its kept result is no op that a plan runs again; an op of torch is."""
+    """A custom op without room to run again beside its kept result is not an op that a plan runs again; an op of torch is."""
 
     @torch.library.custom_op("memopt_surplus::tripled", mutates_args=())
     def tripled(x: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ CONSTANTS = {
 
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_other_constants(name):
-    """EXACT when an argument that is no tensor changes from step to step."""
+    """EXACT when an argument that is not a tensor changes from step to step."""
     values, f = CONSTANTS[name]
     choose = pick(values)
     trains(lambda: Turns(lambda m, i, x: last(m, f(first(m, x), choose(i))[:, :16])), STEPS, mean, drops=False)

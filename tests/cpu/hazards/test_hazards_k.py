@@ -69,7 +69,7 @@ def test_k2_p32_time_limit() -> None:
 
 @pytest.mark.parametrize("budget", ["10Gbit", "1 G", "-1GB", "0", 0, -5, float("nan"), 1.5, None, True, "120%", "1e9", [1]])
 def test_k3_unreadable_budgets(budget: Any) -> None:
-    """K3: what is no amount of bytes is refused when the block is entered, with the budget in the message."""
+    """K3: what is not an amount of bytes is refused when the block is entered, with the budget in the message."""
     model = small()
     with pytest.raises(BudgetError, match="budget"), optimize(model, sgd(model), budget=budget):
         pass

@@ -125,7 +125,7 @@ def collected(begin: Callable[[], tuple[Step, Close]]) -> None:
 
 
 def exits(begin: Callable[[], tuple[Step, Close]]) -> None:
-    """Ends with exit code 0, which is no error."""
+    """Ends with exit code 0, which is not an error."""
     step, close = begin()
     try:
         for _ in range(STEPS):

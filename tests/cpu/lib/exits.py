@@ -186,7 +186,7 @@ def main(how: str, case: str) -> None:
 def in_turn(folder: Path) -> tuple[str, str] | None:
     """In each of the forked processes: what it is to run. None in the first one, when all have ended.
 
-    They are no processes of `multiprocessing`, as in forked.py: those end without the end of the interpreter, which is tested.
+    They are not processes of `multiprocessing`, as in forked.py: those end without the end of the interpreter, which is tested.
     """
     for how, suffix in (("plain", ""), ("planned", ""), ("planned", "+open")):
         for name in CASES:

@@ -1,4 +1,4 @@
-"""A device of so many bytes, on the CPU: torch's own error is raised when live bytes would pass the limit."""
+"""A device of limited size, on the CPU: torch's own error is raised when live bytes would exceed the limit."""
 
 from __future__ import annotations
 

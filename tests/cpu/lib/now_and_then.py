@@ -43,7 +43,7 @@ class Net(nn.Module):
 class Loop(NamedTuple):
     """One of the loops.
 
-    every: so many steps from one that does more to the next.
+    every: number of steps from one that does more to the next.
     first: the first step that does more.
     steps: how many steps there are.
     step: trains once: `(model, optimizer, batch, more, kept)`, where `kept` lasts from step to step.

@@ -80,7 +80,7 @@ class Loop:
     clip: "norm", "value" or "" for no clipping.
     schedule: whether the learning rate changes.
     ema: whether a copy of the model follows it, and is evaluated.
-    save_at, load_at: after so many batches the state is written to `folder`, or read from there; 0 for never.
+    save_at, load_at: the number of batches after which the state is written to `folder`, or read from there; 0 for never.
     scaler: what the Accelerator scales losses by; None for no scaling.
     """
 

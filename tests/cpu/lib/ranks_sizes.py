@@ -20,7 +20,7 @@ from tests.cpu.lib.loops import batches
 from tests.cpu.lib.process import digest
 
 LARGEST, SAMPLES = 50, 21
-"""Larger batches run out of memory on one rank; the data of the other has so many samples."""
+"""Larger batches run out of memory on one rank; this is the number of samples in the data of the other."""
 PLENTY = 10_000_000
 SCALED = ("plans", "no plans")
 

@@ -101,7 +101,7 @@ class Plain:
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]
-    """So many samples, from the beginning every time."""
+    """A number of samples; each iteration starts from the beginning."""
 
     def __init__(self, count: int) -> None:
         self.count, self.reads = count, 0

@@ -164,7 +164,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def held(graph: Graph, every: int) -> tuple[Life, ...]:
-    """A plan that rebuilds most and holds every so many of what it may."""
+    """A plan that rebuilds most tensors, and holds every n-th of those that it may hold."""
     requests = sorted((p, s.tensor) for s in graph.saves for p in s.unpacked_at)
     made = [t for _, t in requests if t in graph.producers and t not in graph.overwritten]
     roll = Rollout(graph)

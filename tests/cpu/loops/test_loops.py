@@ -137,7 +137,7 @@ def test_keyword_arguments_choose_the_plan() -> None:
 
 
 def test_extra_ops_on_some_steps() -> None:
-    """A metric on every second step is no other model: there is a plan, it survives, and the bits are the plain run's."""
+    """A metric on every second step is not another model: there is a plan, it survives, and the bits are the plain run's."""
 
     class Logging(nn.Module):
         def __init__(self) -> None:

@@ -96,7 +96,7 @@ def test_a_move_of_the_shapes_of_the_training_call() -> None:
 
 
 def test_a_call_whose_graph_is_dropped_once_a_step() -> None:
-    """A target by the same network, for a batch of the same shapes: it is no move."""
+    """A target by the same network, for a batch of the same shapes: it is not a move."""
 
     def use(model: Agent, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         torch.manual_seed(1)

@@ -110,7 +110,7 @@ def test_another_model_s_forward_ends_it() -> None:
 
 
 def test_other_threads() -> None:
-    """A forward that is open in one thread is no forward of another, and ends with its thread."""
+    """A forward that is open in one thread is not a forward of another, and ends with its thread."""
     model, first = small(), batches(1)[0]
     with leaves_nothing(model), planned(model) as (run, optimizer):
         h = opened(model, first)

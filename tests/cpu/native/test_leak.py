@@ -13,7 +13,7 @@ pytestmark = pytest.mark.long
 
 STEPS = 1100
 BLOCKS = 200
-"""Python's own caches may take so many blocks at once. A block that each step left would be 880."""
+"""Maximum number of blocks that Python's own caches may take at once. A leak of one block per step would be 880."""
 
 
 @pytest.mark.real_times

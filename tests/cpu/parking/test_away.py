@@ -171,7 +171,7 @@ class Sorting(nn.Module):
 
 @pytest.mark.parametrize("native", [pytest.param(True, marks=needs_native), False], ids=["native", "python"])
 def test_what_autograd_lets_go_of_within_the_forward(native: bool) -> None:
-    """It is no deviation. What is packed again, for the next op, is dropped after that op."""
+    """It is not a deviation. What is packed again, for the next op, is dropped after that op."""
     with contextlib.nullcontext() if native else engine.without(), stepped_by(Sorting()) as one:
         graph = one.graph
         assert any(point.kind == "release" for point in graph.points[: graph.backward_begins])

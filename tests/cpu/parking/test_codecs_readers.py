@@ -17,7 +17,7 @@ from tests.cpu.lib.harness import same_bits
 
 
 class Swapping(TorchDispatchMode):
-    """Gives an op another tensor in place of one argument. `count`: how often."""
+    """Gives an op another tensor instead of one argument. `count`: how often."""
 
     def __init__(self, op: str, argument: str, swap: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ def stacked(sizes: list[int]) -> list[int | None]:
 
 
 def begin_of_arena(native: Pool, nbytes: int) -> int:
-    """The address of an arena of so many bytes, which the next window uses."""
+    """The address of an arena of this size, which the next window uses."""
     number = native.add([64], [0])
     assert native.begin(number, nbytes)
     at = native.take(64)

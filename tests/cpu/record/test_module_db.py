@@ -57,7 +57,7 @@ def swept(group: str) -> Count:
 
 
 def sweep_module(info: Any, count: Count, device: str = "cpu", dtype: torch.dtype = torch.float32, most: int = SAMPLES) -> None:
-    """Verdicts over the samples of a module, at most so many."""
+    """Verdicts for the samples of a module, up to a maximum number of samples."""
     found = Count()
     torch.manual_seed(3)
     samples = info.module_inputs_func(info, device=device, dtype=dtype, requires_grad=True, training=True)

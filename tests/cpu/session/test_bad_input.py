@@ -53,7 +53,7 @@ Front = Callable[..., None]
 @FRONTS
 @pytest.mark.parametrize("budget", ["lots", "8 Gib/s", "", "-8GiB", 0, 1.01, float("inf"), "0%", None, False, {"bytes": 1}])
 def test_unreadable_budget(front: Front, budget: Any) -> None:
-    """A budget that is no amount of bytes is refused before the first forward; the message shows how to write one."""
+    """A budget that is not an amount of bytes is refused before the first forward; the message shows how to write one."""
     with pytest.raises(BudgetError) as caught:
         front(budget=budget)
     assert isinstance(caught.value, (MemOptError, ValueError)) and "GiB" in str(caught.value)

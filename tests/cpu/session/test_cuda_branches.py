@@ -167,7 +167,7 @@ def test_ops_are_timed_by_events_and_what_nobody_knows_is_counted(monkeypatch: A
 
 @pytest.mark.parametrize("older", [True, False])
 def test_what_was_there_before_and_is_met_late_is_counted_once(older: bool, monkeypatch: Any) -> None:
-    """Buckets of DDP: C++ holds them, and the recorder meets them in backward. What was made since is no part of the rest."""
+    """Buckets of DDP: C++ holds them, and the recorder meets them in backward. What was made since is not part of the rest."""
     device = Device(monkeypatch)
     monkeypatch.setattr(Tracer, "_is_on_device", lambda self, version: True)
     bucket = torch.ones(100)

@@ -35,7 +35,7 @@ counts = pytest.mark.skipif(loops_count.built() is None, reason="needs a compile
 
 
 def with_work(graph: Graph, at: int, nbytes: int, points: int = 1) -> Graph:
-    """The graph with another op before point `at`. It makes a tensor, which is there for so many points."""
+    """The graph with another op before point `at`. It makes a tensor that lives for the given number of points."""
     forward = len([op for op in graph.forward if op.at < at])
     within = at <= graph.forward[-1].at
     number = forward if within else len([op for op in graph.ops if op.at < at])

@@ -99,7 +99,7 @@ def pictures(*sizes: tuple[int, int]) -> Any:
 
 def test_serves_lists_of_samples() -> None:
     """Of a list of samples the order does not matter, and one may be larger where another is smaller: not the largest, not all
-    of them, not the two largest. A pair (inputs, targets) is no such list.
+    of them, not the two largest. A pair (inputs, targets) is not such a list.
     """
     lender = pictures((6, 6), (4, 4), (2, 2), (2, 2))
     assert serves(lender, pictures((2, 2), (3, 3), (6, 6), (2, 3)))
@@ -129,7 +129,7 @@ def test_states_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 def test_serves_nested_tensors(layout: torch.layout) -> None:
-    """Their lengths are no part of their shape: elements count."""
+    """Their lengths are not part of their shape: elements count."""
 
     def nested(*lengths: int) -> Any:
         samples = [torch.zeros(length, 4) for length in lengths]

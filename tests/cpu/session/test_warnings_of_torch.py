@@ -15,7 +15,7 @@ Step = Callable[[nn.Module], torch.Tensor]
 
 
 def _adapted(model: nn.Module) -> torch.Tensor:
-    """The loss after two steps on copies of the weights (MAML): the model is called with results in place of its parameters."""
+    """The loss after two steps on copies of the weights (MAML): the model is called with results instead of its parameters."""
     weights: dict[str, torch.Tensor] = dict(model.named_parameters())
     for _ in range(2):
         loss = torch.func.functional_call(model, weights, (torch.randn(16, 8),)).square().mean()

@@ -205,7 +205,7 @@ def test_p31_lost_on_the_way(monkeypatch: Any, clock: Clock) -> None:
 
 
 def test_one_of_several_that_fails(clock: Clock) -> None:
-    """The sum over some of the sources is no number either."""
+    """The sum over some of the sources is not a number either."""
     counts = [EnergyCounter(str(i), lambda: int(1e6 * clock.now), 1e-6, (1 << 60,), 500.0, clock) for i in range(2)]
     meter = EnergyMeter("both", lambda: counts)
     clock.after(3)

@@ -35,13 +35,13 @@ struct Settings {
   int devices;         // EMULATED_DEVICES
   size_t memory;       // EMULATED_MEMORY: bytes of each device
   int capability;      // EMULATED_CAPABILITY: 90 for 9.0
-  int polls;           // EMULATED_POLLS: so many queries answer "not ready" before the device goes on
-  size_t pinnable;     // EMULATED_PINNABLE: so many bytes of the host can be page-locked
+  int polls;           // EMULATED_POLLS: number of queries that answer "not ready" before the device goes on
+  size_t pinnable;     // EMULATED_PINNABLE: number of bytes of the host that can be page-locked
   double link;         // EMULATED_LINK: bytes a second between host and device, in real time; 0: copies take none
 };
 const Settings& settings();
 
-using Clock = std::map<int, uint64_t>;  // number of a stream -> so many of its ops happened before
+using Clock = std::map<int, uint64_t>;  // number of a stream -> how many of its ops happened before
 
 struct Stream;
 struct Capture;

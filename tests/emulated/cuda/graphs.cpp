@@ -62,7 +62,7 @@ API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureS
 }
 API cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* n) {
   LOCK;
-  return *n = std::max<size_t>(1, graph_of(graph)->ops.size()), cudaSuccess;  // kernels are no ops here, but torch asks for some
+  return *n = std::max<size_t>(1, graph_of(graph)->ops.size()), cudaSuccess;  // kernels are not ops here, but torch asks for some
 }
 API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* out, cudaGraph_t graph, unsigned long long) {
   LOCK;

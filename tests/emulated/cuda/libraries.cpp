@@ -1,5 +1,5 @@
 // What the mathematical libraries must answer: versions, sizes of workspaces, handles. Their kernels compute nothing (build.py has
-// the list), and are no ops of a stream. Compiled once for each library, with PART_<library> defined.
+// the list), and are not ops of a stream. Compiled once for each library, with PART_<library> defined.
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>

@@ -1,4 +1,4 @@
-// A CUDA runtime and a c10_cuda without a device, for tests of native/cuda.cpp: they are built in place of the real ones.
+// A CUDA runtime and a c10_cuda without a device, for tests of native/cuda.cpp: they are built instead of the real ones.
 //
 // Device memory is memory of the C library. A stream is a counter of what it was given to do, and knows how much of each other
 // stream it waits for. The caching allocator caches nothing; it knows its blocks, and refuses pointers that are none, as torch's
