@@ -9,23 +9,23 @@ from typing import Any, NoReturn, TypeVar
 from lightning_memopt.errors import PlanFileError
 
 MOST = (1 << 63) - 1
-"""No count, size or id is larger."""
+"""The largest count, size or id that is accepted."""
 
 _T = TypeVar("_T", bound=str)
 
 
 def letters(values: tuple[_T, ...]) -> dict[str, _T]:
-    """First letter -> value, of a closed set of names."""
+    """First letter -> name, for a closed set of names."""
     return {value[0]: value for value in values}
 
 
 class Fields:
-    """One object of a file, read field by field; every reading is checked.
+    """One object of a file, read field by field. Every read is checked.
 
     where: the path to the object, for messages.
     keys: all fields that the object must have.
-    schemas: the schemas that are read, the newest first. Empty where the object has no schema of its own.
-    old_names: how a file of an older schema calls a field, by its name today.
+    schemas: the schemas that can be read, the newest first. Empty if the object has no schema of its own.
+    old_names: present name of a field -> its name in files of an older schema.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Fields:
             raise PlanFileError(f"{where}: missing fields {missing}, unknown {_shown(unknown)}; make the file again")
 
     def name_of(self, key: str) -> str:
-        """How this file calls the field `key`."""
+        """The name of the field `key` in this file."""
         return self.old_names.get(key, key)
 
     def value(self, key: str) -> Any:
@@ -70,7 +70,7 @@ class Fields:
         return Fields(self.value(key), f"{self.where}.{self.name_of(key)}", keys, old_names=self.old_names)
 
     def table(self, key: str, keys: Sequence[str], counted: str) -> tuple[Fields, int]:
-        """An object of columns, and their length: that of the column `counted`."""
+        """An object of columns, and their length, which is that of the column `counted`."""
         inner = self.inner(key, keys)
         column = inner.value(counted)
         if not isinstance(column, (list, str)):
@@ -91,7 +91,7 @@ class Fields:
         return list(values)
 
     def objects(self, key: str) -> list[Any]:
-        """A list of whatever its reader asks of each entry."""
+        """A list whose entries are not checked here."""
         return list(self._list(key, None))
 
     def integer(self, key: str, low: int = 0, high: int = MOST) -> int:
@@ -134,7 +134,7 @@ class Fields:
         return [float(value) for value in values]
 
     def chosen(self, key: str, length: int, values: dict[str, _T]) -> list[_T]:
-        """A column of `length` values of a closed set, written as one letter each."""
+        """A column of `length` values from a closed set, each written as one letter."""
         text = self.string(key)
         self._same(key, len(text), length)
         for i, letter in enumerate(text):

@@ -1,4 +1,6 @@
-"""The fingerprint of a graph, by which a plan recognises the model it was made for; and where two graphs first differ."""
+"""The fingerprint of a graph, by which a plan recognises the model that it was made for, and the first difference of two
+graphs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from lightning_memopt.graph.model import Graph
 
 
 def _lines(graph: Graph, of_any_size: Container[int] = ()) -> list[str]:
-    """One line for each forward op. Tensors are numbered by first use, so other tensors in memory make no difference."""
+    """One line for each forward op. Tensors are numbered by their first use, so other tensors in memory do not matter."""
     number: dict[int, int] = {}
 
     def name(tensor: int) -> str:

@@ -16,7 +16,7 @@ RESIDENT: dict[Kind, str] = {
     "input": "the batch",
     "gradient": "gradients",
 }
-"""What tensors are called that are in memory before a step begins, by their kind."""
+"""Kind -> what messages call tensors of this kind that are in memory before a step begins."""
 
 
 class Levels:
@@ -65,12 +65,14 @@ def unmodified_levels(graph: Graph) -> list[int]:
 
 
 def resident_nbytes(graph: Graph) -> int:
-    """Bytes of tensors from before the step, whatever they are (`resident_text`). Windowed tensors are not among them."""
+    """Bytes of all tensors that existed before the step, except windowed ones. `resident_text` says what they are."""
     return sum(t.nbytes for t in _resident(graph))
 
 
 def resident_text(graph: Graph) -> str:
-    """The same bytes by what they are, the most first: what a step needs, and what else the program holds when it begins."""
+    """The same bytes by purpose, the largest first: what the step needs, and what else the program holds when the step
+    begins.
+    """
     nbytes: Counter[str] = Counter()
     for t in _resident(graph):
         if t.kind == "input" and t.name != "batch":

@@ -21,25 +21,28 @@ BEFORE = -1
 """`born_at` of tensors that exist when the step begins."""
 
 OUTSIDE = "held outside of the step"
-"""The name of a tensor that stands for bytes from before the step that belong to no tensor of it."""
+"""The name of a tensor that stands for bytes that existed before the step and do not belong to any tensor of it."""
 HOOK = "fsdp::"
-"""The name of an op that stands for a hook of a sharded module, with its collectives, begins with this."""
+"""Prefix of the names of ops that stand for a hook of a sharded module, with its collectives."""
 COMPILED = "compiled::code"
-"""The name of an op that stands for a run of code that a compiler generated, forward or backward: its ops are not seen."""
+"""The name of an op that stands for one run of code that a compiler generated, forward or backward. The ops inside are not
+seen.
+"""
 CALL = "memopt::call"
-"""The name of an op that stands for the begin of a further call of the model in the same forward. What ran since the call
-before is not recorded in a planned step. The results of that, and of earlier calls, which ops of the call read, are its own.
+"""The name of an op that marks where a further call of the model in the same forward begins. In a planned step, what ran since
+the previous call is not recorded. If ops of the call read results of that code, or of earlier calls, these count as results of
+this op.
 """
 LATE_HOOK = f"{HOOK}late"
-"""The name of such an op where the buffers of its collectives may be freed after it."""
+"""The name of such an op if the buffers of its collectives may be freed only after the hook."""
 
 
 class Point(NamedTuple):
-    """One thing that happened in a step.
+    """One event of a step.
 
     kind: an op ran, or autograd asked for a save ("unpack"), or let go of it ("release").
     id: id of the op or of the save.
-    occurrence: how often autograd had asked for this save before; 0 for other kinds.
+    occurrence: for an unpack, how often autograd had asked for this save before; 0 for other kinds.
     """
 
     kind: PointKind
@@ -62,8 +65,8 @@ class Tensor:
         model holds it. Saves of autograd, which may hold it longer, are in `Graph.saves`.
     dtype: dtype of the tensor that fills the storage ("float32"); "" if none does.
     size: shape of that tensor; () if none does.
-    windows: first and last point of every interval in which it is in memory, where its bytes come and go and no op of the step
-        makes them (a sharded weight is gathered for a while); () if it is there from `born_at` to `freed_at`.
+    windows: for a tensor whose bytes come and go without an op that makes them (a sharded weight that is gathered for a while):
+        first and last point of every interval in which it is in memory. () if it is there from `born_at` to `freed_at`.
     """
 
     id: int
@@ -151,11 +154,11 @@ class EarlyUpdate:
 
     parameter: id of the tensor that is updated.
     at: its gradient is final after this point.
-    nbytes: bytes of the gradient that an early update frees; 0 where other steps or a wrapper hold them anyhow.
+    nbytes: bytes of the gradient that an early update frees; 0 if other steps or a wrapper hold them anyway.
     since: the first point at which they are in memory only if the parameter is not updated early.
     until: the last point at which a step still has the gradient of the step before, if that one did not update early; `BEFORE`
         where the loop frees gradients before the next step begins.
-    beside_nbytes: bytes that the update of this parameter alone takes beside weight, gradient and state.
+    beside_nbytes: bytes that the update of this parameter alone takes in addition to weight, gradient and state.
     """
 
     parameter: int
@@ -188,15 +191,16 @@ class Graph:
     saves: `saves[i].id == i`.
     points: the axis.
     device: type of the training device, "cpu" or "cuda".
-    updates: the parameters that may be updated early, in the order in which their gradients are final. The step is that in
-        which all of them are.
-    usual_nbytes: bytes that one update of all of them after backward takes beside weights, gradients and state.
+    updates: the parameters that may be updated early, in the order in which their gradients are final. In this graph, all of
+        them are.
+    usual_nbytes: bytes that one update of all of them after backward takes in addition to weights, gradients and state.
     step_seconds: time of the unmodified step, measured or estimated from its ops.
     lines: id of a forward op -> line of user code that ran it. Not in files.
     save_lines: id of a save -> line of user code during which autograd packed it. Not in files.
     unbroken: modules that are called once in the forward: path -> (their first op, the op after their last). Not in files.
-    asked: id of an op -> what it asked of the device's allocator, in order: bytes of an allocation, or -k where it freed its
-        k-th one. Those that it did not free are its results. Without an entry that is not known. Not in files.
+    asked: id of an op -> its requests to the device's allocator, in order: the bytes of an allocation, or -k if it freed its
+        k-th one. Allocations that it did not free are its results. An op without an entry is one whose requests are not known.
+        Not in files.
     """
 
     ops: tuple[Op, ...]
@@ -251,7 +255,7 @@ class Graph:
 
     @cached_property
     def windowed(self) -> frozenset[int]:
-        """Tensors whose bytes come and go, and that no op makes: an op that reads one can run again only in its windows."""
+        """Tensors whose bytes come and go, and that no op makes. An op that reads one can run again only in its windows."""
         return frozenset(t.id for t in self.tensors if t.windows)
 
     @cached_property
@@ -272,8 +276,8 @@ class Graph:
 
     @cached_property
     def biased(self) -> dict[int, int]:
-        """Op of the forward that adds a bias to a product which nobody else holds -> the product. Where no dispatch mode is on,
-        torch (`linear` in ATen, for inputs that are not contiguous) adds it in place.
+        """Forward op that adds a bias to a product that nothing else holds -> the product. Without a dispatch mode, torch adds
+        it in place (`linear` in ATen, for inputs that are not contiguous).
         """
         found = {}
         for op in self.forward:
@@ -294,9 +298,8 @@ class Graph:
 
     @cached_property
     def release_after(self) -> list[int]:
-        """For every point, the first point from there on at which autograd releases a tensor that an op of the step made.
-
-        It is the last point of the step if there is none.
+        """For every point, the first point from there on at which autograd releases a tensor that an op of the step made; the
+        last point of the step if there is none.
         """
         releases = []
         next_release = len(self.points) - 1
@@ -328,7 +331,7 @@ class Graph:
         return ops
 
     def temporaries_of(self, point: int) -> list[int]:
-        """The tensors that this update makes and has freed when it is over."""
+        """The tensors that this update makes and frees before it is over."""
         ops = self.ops_of(point)
         made = (self.tensors[t] for op in ops for t in op.outputs)
         return [t.id for t in made if t.storage == t.id and t.freed_at <= ops[-1].at]

@@ -1,4 +1,4 @@
-"""Bytes that the rest of the program holds on the device beside a step: an EMA copy or a buffer may grow while a plan runs."""
+"""Bytes that the rest of the program holds on the device during a step: an EMA copy or a buffer may grow while a plan runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def with_held(graph: Graph, nbytes: int) -> Graph:
 
 
 def beside(plan: Plan, nbytes: int) -> Plan:
-    """The plan with `nbytes` more in memory at every moment, and with a budget that is larger by as much."""
+    """The plan with `nbytes` more in memory at every point, and with a budget that is larger by the same amount."""
     if not nbytes:
         return plan
     reserved = plan.predicted.reserved_nbytes

@@ -162,7 +162,7 @@ class Metering:
         self.spoil()
 
     def evaluating(self, device: torch.device) -> None:
-        """Evaluation begins: it is not part of a step that goes on after it (accumulation)."""
+        """Evaluation begins. It is not part of the step, which may go on after it (accumulation)."""
         self.close()
         self.between.begins(device)
 

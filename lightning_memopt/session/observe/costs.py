@@ -44,7 +44,7 @@ T = TypeVar("T")
 _LINKS = 12
 """Links of the measured chain, or calls of a measured op."""
 _OPS_OF_A_SEGMENT = 4
-"""As many run again at one request, about: two in a loop over cells, seven in a transformer."""
+"""About how many ops run again at one unpack: two in a loop over cells, seven in a transformer."""
 _FEWEST_TOUCHED, _MOST_TOUCHED = 2**16, 2**20
 """Bytes of an op's tensors: fewer leave the engine in the caches, more hardly slow it down further and take long to measure."""
 _ROUNDS = 15
@@ -61,7 +61,7 @@ class Costs:
     rebuilt: for each op that runs again.
     eager: the host's seconds for an op without all this, where a device works beside it; 0 where ops run on the host.
     forward: for each planned forward: to enter and leave it.
-    segment: for each segment, which is all that runs again at one request of autograd.
+    segment: for each segment, which is everything that runs again at one unpack.
     """
 
     call: float
@@ -180,7 +180,7 @@ class _Chain:
             self.touch()
 
     def graph(self) -> Graph:
-        """Its observed step. All its ops may run again, also where cuDNN chooses by time: nobody reads their bits."""
+        """Its observed step. All its ops may run again, even if cuDNN chooses by time, because their results are not used."""
         observation = Observation(self.holder, [], self.device, None, verify=False, meter=False)
         with observation.begin_round(()):
             loss = self.forward().sum()

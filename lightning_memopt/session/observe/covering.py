@@ -79,7 +79,7 @@ class _Covering:
         for at, level in enumerate(map(sum, zip(theirs.levels(), workspaces(other), strict=True))):
             point = other.points[at]
             if first and point.kind == "op" and other.ops[point.id].phase == "update":
-                continue  # an update that makes its state is no later one
+                continue  # the first update makes the state, so it says nothing about later updates
             place = self.place[at]
             level += sum(lift.at(at, place) for lift in lifts) - twice
             if at not in self._matched:  # the results of the op whose place this is are not there yet

@@ -203,7 +203,7 @@ class CompiledRegions(Part):
             self.report = said
             return
         compiled = compiled_modules(model)
-        inside_wrapper = self.enabled and bool(self.opaque)  # which is not a module of the model
+        inside_wrapper = self.enabled and bool(self.opaque)  # the wrapper is not a module of the model
         if self.report is not None or not (compiled or inside_wrapper):
             return
         if model in compiled or not compiled:

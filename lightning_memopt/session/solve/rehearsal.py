@@ -122,7 +122,7 @@ def _is_torchs(optimizer: optim.Optimizer) -> bool:
 class _Ledger(Outside):
     """Counts the bytes of the live tensors that ops have made.
 
-    host: the host's tensors are counted, beside those without memory.
+    host: whether tensors of the host are counted, in addition to those without memory.
     existing: objects from before; the tensors among them are not counted.
     value: the number that Python reads of a tensor without memory.
     """
