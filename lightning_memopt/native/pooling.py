@@ -183,6 +183,6 @@ class Pool(Lane):
 
 
 def pool() -> Pool | None:
-    """The planned pool of the CPU; None if the native counter, of which it is a part, is not installed."""
+    """The planned pool of the CPU; None if the native counter, which serves it, is not installed."""
     counts = counter()
     return None if counts is None else Pool(counts)

@@ -140,7 +140,7 @@ class EarlyUpdating(Part):
                 "backward only when the step is certain to follow it, or set optimizer_in_backward='never'."
             )
         self.updates.stop_reading()  # of an earlier backward that updated nothing: we read weights, too
-        # who clears gradients in another way than by `zero_grad` does so from the first step on, and is not looked after
+        # a loop that clears gradients in another way than by `zero_grad` does so from the first step on, and is not checked
         self._clears = self._clears or (bool(self._gradients) and self.updates.cleared)
         if self._clears and self.updates.freed:
             count = len(self.updates.freed)
@@ -239,7 +239,7 @@ class EarlyUpdating(Part):
         self.updates.stop_reading()
 
     def _comes(self, event: Reason) -> None:
-        """Something comes that must not come between the update of a parameter in backward and the optimizer's step."""
+        """Something happens that must not happen between the update of a parameter in backward and the optimizer's step."""
         if self.updates.updated and not self.updates.over:
             raise self._too_late(*event)
 
@@ -321,7 +321,7 @@ class EarlyUpdating(Part):
         return True
 
     def seconds(self, device: torch.device) -> float:
-        """Seconds that each early update costs, by which a plan chooses; 0 where all that may be early are to be."""
+        """Seconds that each early update costs, by which a plan chooses; 0 if all updates that may be early should be."""
         return 0.0 if self.always else of_early_update(self.updates.optimizer, device)
 
     @property
@@ -339,7 +339,7 @@ class EarlyUpdating(Part):
     def _final(
         self, observation: Observation | None, chosen: Collection[str], p: torch.Tensor
     ) -> contextlib.AbstractContextManager[None] | None:
-        """The gradient of `p` is final: the context of its early update; None where it is not updated now."""
+        """The gradient of `p` is final. Returns the context of its early update; None if it is not updated now."""
         name = self._names.get(id(p))
         if name is not None and (p.grad is None or not all(is_plain(local_tensor(t)) for t in (p, p.grad))):
             self.late.add(name)  # ops that read a sparse gradient are not seen

@@ -31,7 +31,7 @@ _open: weakref.WeakSet[Pooling] = weakref.WeakSet()
 
 
 class Pooling(Part):
-    """The planned pool of one session, where `pool="planned"` asks for one and it is possible; else nothing happens.
+    """The planned pool of one session. It does nothing unless `pool="planned"` asks for it and it is possible.
 
     A step begins with its first forward and ends where the next step begins. So what is freed after the update, or at the
     beginning of the next step (gradients, the loop's loss), has an address, too.
@@ -77,7 +77,7 @@ class Pooling(Part):
         else:
             pool = native.pool()
             if pool is None:
-                self._reason = "the native allocator, of which it is a part, is not in place"
+                self._reason = "the native allocator, which serves it, is not in place"
             else:
                 self._windows = PoolWindows(pool, _Solver(self._config).saying(self._say), self._say, _decided)
         if self._windows is not None:
@@ -103,7 +103,7 @@ class Pooling(Part):
         _open.discard(self)
 
     def status(self) -> PoolStatus | None:
-        """None where no pool was asked for."""
+        """None if no pool was asked for."""
         if self._windows is None:
             return None if self._reason is None else PoolStatus(reason=self._reason)
         return self._windows.status()
@@ -127,7 +127,7 @@ class _Solver:
         self._left_seconds, self._alignment, self._reserves = config.solver_seconds, alignment, reserves
 
     def saying(self, say: Say) -> Solve:
-        """`solve`, which says what it solved."""
+        """`solve`, and tell the user what was solved."""
         return partial(self.solve, say=say)
 
     def solve(self, step: LoggedStep, budget_nbytes: int, say: Say) -> Addresses | str:

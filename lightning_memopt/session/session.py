@@ -1,4 +1,4 @@
-"""A session: one model, its optimizers, one budget. Events of a training loop come in here; the rooms decide what they mean.
+"""A session: one model, its optimizers, one budget. A front calls it; the packages below decide what follows.
 
     event                                 who says what follows
     `round`          a forward begins     forward: where it begins and ends, what records it; cache: the state of its signature
@@ -237,7 +237,7 @@ class Session:
         self._metering.between.step_ended(bool(step.plans), self.device, self.budget_nbytes)
 
     def _judge(self, step: Step, measured: Measured | None) -> None:
-        """Each plan that was in force in a step stays so, or its state has a successor."""
+        """For each plan that was in force in the step: keep it in force, or replace its state by a successor."""
         largest = step.largest
         for state in step.plans:
             after = state.step_ended(self.say, None if measured is None else measured.peak_nbytes)
@@ -303,7 +303,7 @@ class Session:
 
     @property
     def observed_graph(self) -> Graph | None:
-        """The step that was observed last, until a plan is made of it."""
+        """The step that was observed last, until a plan is made from it."""
         state = self._current
         return state.graphs[-1] if isinstance(state, Observing) and state.graphs else None
 
@@ -376,7 +376,7 @@ class Session:
 
     def _enter(self, call: Signature, batch: Any) -> State:
         """A forward begins with this call: the state that serves it."""
-        before, no_backward = self._current, self._sequence.is_waiting  # no_backward: the forward before has surely had none
+        before, no_backward = self._current, self._sequence.is_waiting  # no_backward: the previous forward surely had none
         if isinstance(before, Observing | Waiting):
             no_backward = self._observed_step.now is not None and not self._observed_step.has_backward
         if no_backward and self._sequence.is_first:
@@ -406,7 +406,7 @@ class Session:
             refuse_hopeless(resident, self.device, self.budget_nbytes, self.config.headroom)
 
     def _observe(self, state: Observing | Waiting, batch: Any) -> Recording | None:
-        """What records a forward that is observed; None where it is passed over."""
+        """The recording of an observed forward; None if the forward is not observed."""
         backward, waits = self._observed_step.has_backward, isinstance(state, Waiting)
         if self._observed_step.passes_over(self.silence):
             return None
@@ -425,7 +425,7 @@ class Session:
         return self._observed_step.now.begin_round(batch, self._metering.possible)
 
     def _run(self, state: Running) -> Recording | None:
-        """What records a forward under the plan of this state; None where the plan changes nothing."""
+        """The recording of a forward under the plan of this state; None if the plan changes nothing."""
         self._step.runs(state)
         if state.program.empty and not state.unproven:
             return None
@@ -437,7 +437,7 @@ class Session:
         return PlannedRecording(engine, self.model)
 
     def _goes_on(self, call: Signature) -> tuple[bool, Recording | None]:
-        """Whether this call of the model is a part of the present forward, and what records it then."""
+        """Whether this call of the model is part of the present forward, and its recording if so."""
         if isinstance(self._current, Observing | Waiting):
             recording = self._observed_step.goes_on()
             return recording is not None, recording

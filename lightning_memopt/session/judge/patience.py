@@ -1,4 +1,4 @@
-"""How soon a plan is doubted, and how often: every number that judging a plan is tuned by, with where it comes from."""
+"""How soon and how often a plan is doubted: every tuned number that is used to judge plans, and where it comes from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Patience:
-    """The numbers. Those called *chosen* follow from no measurement: other values near them would do.
+    """The numbers. Those called *chosen* do not follow from a measurement: other values near them would do.
 
     drifting_forwards: number of forwards in a row that deviate before the step is observed again. Chosen: one forward that
         takes another branch now and then needs no other plan (docs/adr/0006).

@@ -73,7 +73,7 @@ def after_observing(state: Observing, graph: Graph, say: Say, solve: Solve) -> S
 
 @dataclass
 class Past:
-    """What led to a plan: the states that follow it know of that.
+    """What led to a plan. The states that follow it inherit this.
 
     again: how often drift led to observing again.
     replanned: how often the plan was replaced because a step took more than predicted.

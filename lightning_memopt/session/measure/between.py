@@ -1,7 +1,7 @@
 """What is in memory between steps: from an update to the next forward, evaluation included.
 
-No plan changes these bytes: they are of another model's forward, of a copy of the weights, of a test. But a budget covers the
-process, so they are measured, and one line says where they are above it.
+No plan changes these bytes: they belong to another model's forward, a copy of the weights, or a test. But a budget covers the
+process, so they are measured, and one line says so if they are above it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_memopt.native.counting import Window
 from lightning_memopt.units import format_nbytes
 
 _MORE = 1.1
-"""The line is said again when the bytes are this many times those that it named."""
+"""The line is repeated when the bytes are this many times those that it named."""
 
 
 class Between:
@@ -48,7 +48,7 @@ class Between:
                 other.pauses(foreign_nbytes if other is self else 0)
 
     def pauses(self, foreign_nbytes: int = 0) -> None:
-        """What comes until the next step of this run is not measured."""
+        """Do not measure until the next step of this run."""
         window, self._window = self._window, None
         if window is not None:
             self._last_nbytes = max(self._last_nbytes, window.peak_nbytes + foreign_nbytes)
@@ -59,7 +59,7 @@ class Between:
         self._last_nbytes = max(self._last_nbytes, nbytes)
 
     def spoil(self) -> None:
-        """A plan is made: the memory of that is not the user's."""
+        """A plan is being made: the memory that this takes is not the user's."""
         if self._window is not None:
             self._window.reset()
 

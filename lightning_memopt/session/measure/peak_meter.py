@@ -172,7 +172,7 @@ class Metering:
             self.between.read(measured.peak_nbytes)
 
     def spoil(self) -> None:
-        """What the step takes is not only its own."""
+        """Other code has allocated memory during the step: its measurement does not count."""
         if not self.profiling:
             meter, self._meter, self._spoiled = self._meter, None, True
             if meter is not None:
@@ -205,7 +205,9 @@ _meterings: weakref.WeakSet[Metering] = weakref.WeakSet()
 
 
 def spoil_open_meters() -> None:
-    """A plan is made: the memory of that belongs to no step, also where one of another session has begun (a GAN)."""
+    """A plan is being made: the memory that this takes does not belong to any step, even if one of another session has begun (a
+    GAN).
+    """
     spoil_between()
     for metering in list(_meterings):
         if metering._meter is not None:

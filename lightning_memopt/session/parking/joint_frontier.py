@@ -1,4 +1,4 @@
-"""Plans that rebuild and park: a frontier of recomputation, widened by the joint solver."""
+"""Plans that rebuild and park: a frontier of recomputation, to which the joint solver adds plans."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from lightning_memopt.solvers import joint
 from lightning_memopt.solvers.planner import UNSEEN_NBYTES, Frontier
 
 _TRIES = 4
-"""Number of targets to try where a plan needs more bytes than the joint solver counts, and of budgets where the smallest plan
-takes too long.
+"""Maximum number of targets to try if a plan needs more bytes than the joint solver counts, and of budgets to try if the
+smallest plan takes too long.
 """
 
 
@@ -61,7 +61,7 @@ def _workspace_nbytes(graph: Graph, life: Life) -> int:
 
 @dataclass(frozen=True, eq=False)
 class JointFrontier(Frontier):
-    """A frontier whose plans may park tensors, too: never slower than recomputation alone.
+    """A frontier whose plans may also park tensors. It is never slower than recomputation alone.
 
     offloading: gives the forms, the rates and the seconds for solving.
     overhead: gives the seconds of the engine's own work under a plan's lives.
@@ -134,7 +134,7 @@ class JointFrontier(Frontier):
         )
 
     def _joint(self, budget_nbytes: int) -> joint.Joint | None:
-        """A joint plan that needs no more than the budget; None where none was found. The joint solver knows neither the
+        """A joint plan that needs no more than the budget; None if none was found. The joint solver knows neither the
         workspaces of codecs nor reserved bytes. So it gets smaller targets until its plan fits. The bound of the largest target
         holds for all plans.
         """

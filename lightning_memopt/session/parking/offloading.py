@@ -30,9 +30,9 @@ from lightning_memopt.solvers.planner import Frontier
 from lightning_memopt.trace.link import measure
 
 LEAST_NBYTES = 4096
-"""Smaller tensors are not parked: a copy or a codec takes more time than it is worth."""
+"""Smaller tensors are not parked, because a copy or a codec would take more time than it is worth."""
 LOSSY = "block8"
-"""The codec of compress="lossy"."""
+"""The codec that compress="lossy" stands for."""
 _PROBE_NBYTES = 32 << 20
 
 
@@ -65,7 +65,7 @@ class Offloading(Part):
 
     @property
     def _gated(self) -> str:
-        """The form of the codec for results of ReLU: values above 0 stay above 0. "" where the codec has no such form."""
+        """The form of the codec for results of ReLU, in which values above 0 stay above 0; "" if the codec has no such form."""
         return self.codec.replace("block", "gated") if self.codec.startswith("block") else ""
 
     @cached_property
@@ -75,7 +75,7 @@ class Offloading(Part):
 
     @property
     def measured(self) -> MachineRates | None:
-        """The rates if they were needed; else None, and nothing is measured."""
+        """The rates if they were needed; else None, without measuring anything."""
         rates: MachineRates | None = vars(self).get("rates")
         return rates
 

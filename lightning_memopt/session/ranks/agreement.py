@@ -42,7 +42,7 @@ from lightning_memopt.units import format_nbytes
 _MORE_STEPS = 3
 """Number of steps after `profile_steps` from which on ranks no longer make their first plan together."""
 _FORWARD_SECONDS, _UPDATE_SECONDS, _PLAN_SECONDS = 20.0, 120.0, 600.0
-"""A rank that lives but does not come to a meeting is waited for so long. Its loop may do other things first."""
+"""How long to wait for a rank that lives but does not come to a meeting. Its loop may do other things first."""
 _NOTHING = contextlib.nullcontext()
 
 
@@ -70,7 +70,7 @@ class Agreement(Part):
 
     @property
     def over(self) -> bool:
-        """Whether there are other ranks, and no meeting comes any more."""
+        """Whether there are other ranks, and there will be no more meetings."""
         return self._ranks is not None and self._begun and (not self._open or joins(self._model))
 
     def first_rank_says(self, say: Say | None) -> Say:
@@ -205,7 +205,7 @@ class Agreement(Part):
         return own
 
     def _settled(self) -> None:
-        """No meeting comes any more."""
+        """There will be no more meetings."""
         self._open = self._all_plan = False
 
     # -- compiled regions --------------------------------------------------------------------------

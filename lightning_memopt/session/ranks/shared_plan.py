@@ -1,7 +1,7 @@
 """One plan for all ranks that have the same graph: the first rank solves for the largest of all, and the others adopt its plan.
 
 Graphs are the same if all ops and tensors, and their sizes, are. Ranks may differ in what else is in memory during a step, in
-workspaces and in times: the plan is made for the most of each. So one rank's plan serves all, and no rank waits for a slower
+workspaces and in times. The plan is made for the largest of each. So one rank's plan serves all, and no rank waits for a slower
 one because of its plan.
 """
 
@@ -23,7 +23,7 @@ from lightning_memopt.session.solve.solving import Say, Solved
 from lightning_memopt.solvers.planner import Candidate, Frontier
 
 NOTHING: dict[str, Any] = {"graph": ""}
-"""What a rank says that makes no plan after all."""
+"""What a rank posts if it makes no plan after all."""
 _CANDIDATES = 32
 """Maximum number of plans of a frontier that are sent: later budgets choose among them."""
 
@@ -68,7 +68,7 @@ def _alike(decision: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _structure(graph: Graph) -> str:
-    """A digest of everything in a graph but times, workspaces, and the sizes of tensors that no forward op makes."""
+    """A digest of everything in a graph except times, workspaces, and the sizes of tensors that no forward op makes."""
     parts = (
         fingerprint(graph),
         [(op.name, op.phase, op.inputs, op.outputs, op.mutates, op.at) for op in graph.ops],
@@ -80,7 +80,7 @@ def _structure(graph: Graph) -> str:
 
 
 def _sizes(graph: Graph) -> dict[str, Any]:
-    """What may differ between graphs of the same structure: a list for each, by id."""
+    """What may differ between graphs of the same structure: one list for each quantity, by id."""
     return {
         "nbytes": [t.nbytes for t in graph.tensors],
         "workspaces": [op.workspace_nbytes for op in graph.ops],
@@ -91,7 +91,7 @@ def _sizes(graph: Graph) -> dict[str, Any]:
 
 
 def largest(graph: Graph, sizes: list[dict[str, Any]]) -> Graph:
-    """The graph with the largest bytes and seconds of all `sizes`. An op may run again only where it may on all ranks."""
+    """The graph with the largest bytes and seconds of all `sizes`. An op may run again only if it may on all ranks."""
 
     def each(key: str, choose: Callable[..., Any]) -> list[Any]:
         return [choose(values) for values in zip(*(s[key] for s in sizes), strict=True)]
@@ -132,7 +132,9 @@ def _answer(outcome: Solved, graph: Graph) -> dict[str, Any]:
 
 
 def _adopted(answer: dict[str, Any], own: Graph, offloading: Offloading, machine: Machine) -> Solved:
-    """The first rank's plan and frontier on this rank. Its frontier has no bound of its own: the plan has that of the first."""
+    """The first rank's plan and frontier on this rank. The frontier has no bound of its own; the plan has the bound of the
+    first rank.
+    """
     if "refused" in answer:
         raise InfeasibleError(f"{answer['refused']}", smallest_nbytes=answer["smallest"], budget_nbytes=answer["budget"])
     graph = largest(own, [answer["sizes"]])

@@ -276,7 +276,7 @@ def without_allocator(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("why", "change"),
     [
-        ("the native allocator, of which it is a part, is not in place", without_allocator),
+        ("the native allocator, which serves it, is not in place", without_allocator),
         ("the model is on cuda:0", None),
     ],
     ids=["no compiler", "cuda"],
