@@ -133,7 +133,7 @@ def test_a_second_run_allocates_what_it_does_not_make_again() -> None:
     step.op(a, makes=(1,))
     step.saves = [(0, a), (0, logarithms)]
     graph = step.build(gradient=0)
-    asked = next(p for p, save in graph.requests if save.tensor == a)
+    asked = next(p for p, save in graph.unpacks if save.tensor == a)
     roll = Rollout(graph)
     with pytest.raises(ValueError, match=f"does not make tensor {logarithms} again"):
         roll.closure([logarithms], set())
