@@ -19,7 +19,6 @@ import argparse
 import importlib
 import importlib.util
 import json
-import subprocess
 import sys
 from fnmatch import fnmatch
 from functools import partial
@@ -29,11 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.paths import RESULTS, ROOT
-from benchmarks.robustness import front_loops, front_trainers, loops_count
+from benchmarks.robustness import front_loops, front_trainers
 from benchmarks.robustness.front_case import PRECISIONS, VARIANTS, Case, Front
 from benchmarks.robustness.front_models import MODELS, NEEDS, built
 from benchmarks.robustness.loops_judge import sizes, within
 from benchmarks.robustness.scripts import Log, Script, Watch
+from benchmarks.robustness.worker import ask
 
 FILE = RESULTS / "fronts.json"
 NEAR = 0.01
@@ -52,6 +52,8 @@ FRONT_NEEDS = {
     "lightning": ("lightning.pytorch",),
 }
 """Modules that a front needs beside torch and the model's."""
+TIMEOUT_SECONDS = 1800.0
+"""For the runs of a case. A run that does not end is ended before (loops_run.py)."""
 _LEFT_OUT = ("peaks", "said", "noise", "report", "solve_seconds", "measured_by_session", "between")
 """Entries of a row that no reader of the file needs."""
 Row = dict[str, Any]
@@ -198,28 +200,23 @@ def main(arguments: list[str] | None = None) -> None:
     rows: dict[str, Row] = {}
     if options.json is not None and options.json.exists():  # the rows of cases that are not run now stay
         rows = json.loads(options.json.read_text())["cases"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.robustness.fronts", "--worker"], cwd=ROOT,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=loops_count.environment(),
-    ) as process:  # fmt: skip
-        assert process.stdin is not None and process.stdout is not None
-        for front, model, precision, variant in product(options.fronts, options.models, options.precisions, options.variants):
-            script = script_of(front, Case(model, precision, variant))
-            if options.missing and script.name in rows:
-                continue
-            if (package := missing(script)) is not None:
-                print(f"{script.name:48} not run: {package} is not installed")
-                continue
-            process.stdin.write(f"{script.name}\n")
-            process.stdin.flush()
-            answer = process.stdout.readline()
-            rows[script.name] = json.loads(answer) if answer else {"faults": ["the benchmark's process ended"]}
-            print(line_of(script.name, rows[script.name]), flush=True)
-            if options.json is not None:
-                options.json.write_text(json.dumps({"versions": _versions(), "cases": rows}, indent=1) + "\n")
-            if not answer:
-                break
-        process.stdin.close()
+
+    def done(name: str, row: Row) -> None:
+        rows[name] = row if "faults" in row else {"faults": [f"{row['status']}: {row['note']}"]}
+        print(line_of(name, rows[name]), flush=True)
+        if options.json is not None:
+            options.json.write_text(json.dumps({"versions": _versions(), "cases": rows}, indent=1) + "\n")
+
+    names = []
+    for front, model, precision, variant in product(options.fronts, options.models, options.precisions, options.variants):
+        script = script_of(front, Case(model, precision, variant))
+        if options.missing and script.name in rows:
+            continue
+        if (package := missing(script)) is not None:
+            print(f"{script.name:48} not run: {package} is not installed")
+        else:
+            names.append(script.name)
+    ask("benchmarks.robustness.fronts", names, 1, done, TIMEOUT_SECONDS)
     if options.table is not None:
         options.table.write_text(page({"versions": _versions(), "cases": rows}))
     print(summary(rows))

@@ -1,14 +1,13 @@
-"""`optimize` around Accelerate's loop and transformers' Trainer, which own the loop: the bits that they give without us."""
+"""`optimize` around a loop whose model and optimizer Accelerate has prepared: the bits that it gives without us."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memopt import optimize
 from lightning_memopt.session.judge.states import Running
@@ -16,7 +15,6 @@ from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import QUIET, assert_same, batches, leaves_nothing, loss_of, small, state
 
 accelerate = pytest.importorskip("accelerate")
-transformers = pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -59,39 +57,3 @@ def test_accelerate(precision: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
     assert isinstance(planned, Running) and planned.program.random and not planned.drift.deviated
     assert any(op.phase == "update" for op in planned.program.graph.ops), "the prepared optimizer's updates are seen"
-
-
-class Words(Dataset):
-    def __len__(self) -> int:
-        return 27
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids = torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": ids, "labels": ids}
-
-
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 3, "bf16": True}], ids=["fp32", "accumulating"])
-def test_transformers_trainer(options: dict[str, Any], tmp_path: Path) -> None:
-    """transformers' Trainer with its clipping, schedule and a last smaller batch: the same state and log."""
-    ends = []
-    for attach in (False, True):
-        torch.manual_seed(0)
-        sizes = dict(n_layer=3, n_embd=32, n_head=2, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=0)
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, use_cache=False))
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-        args = transformers.TrainingArguments(
-            output_dir=str(tmp_path), num_train_epochs=3, per_device_train_batch_size=4, logging_steps=2, report_to=[],
-            save_strategy="no", use_cpu=True, disable_tqdm=True, seed=1, **options,
-        )  # fmt: skip
-        trainer = transformers.Trainer(model, args, train_dataset=Words(), optimizers=(optimizer, None))
-        if attach:
-            with optimize(model, optimizer, budget="min", **QUIET) as run:
-                trainer.train()
-                found = state_of(run)
-        else:
-            trainer.train()
-        logged = [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
-        ends.append((state(model), logged, torch.rand(3)))
-    assert_same(ends[0][0], ends[1][0])
-    assert ends[0][1] == ends[1][1] and len(ends[0][1]) >= 4 and torch.equal(ends[0][2], ends[1][2])
-    assert isinstance(found, Running) and found.plan.predicted.rebuilt_ops > 0 and not found.drift.deviated
