@@ -1,14 +1,13 @@
 """Hazards of call structure and hooks (E), while tensors are away: EXACT.
 
-The cases of tests/cpu/hazards/test_hazards_e_*.py that concern hooks, under plans in which everything is away that may be: in a
-file, with recomputation, as one bit where only the sign is read back (`positive`), masks packed (`bools`). What is around a
-forward, and what is refused: tests/cpu/hazards/test_hazards_e_away_around.py.
+Cases in which it matters where a saved tensor is when it is asked for, under plans in which everything is away that may be: in
+a file, with recomputation, as one bit where only the sign is read back (`positive`), masks packed (`bools`). Hooks, transforms
+and threads by themselves are in tests/cpu/hazards/test_hazards_e_*.py. What is around a forward, and what is refused:
+tests/cpu/hazards/test_hazards_e_away_around.py.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
@@ -117,55 +116,12 @@ class Dirty(torch.autograd.Function):
         return grad * y * (1 - y)
 
 
-class Vmapped(torch.autograd.Function):
-    """E15: the newer form, with `setup_context`, under vmap too."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):  # type: ignore[no-untyped-def]
-        return x.sin()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(*inputs, output)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        x, y = ctx.saved_tensors
-        return grad * (x.cos() + 0 * y)
-
-
-def own_hooks(self: Body, h: Tensor, i: int) -> Tensor:
-    def pack(t: Tensor) -> Tensor:
-        self.seen.append(tuple(t.shape))
-        return t.clone()
-
-    with saved_tensors_hooks(pack, lambda t: t), save_on_cpu() if i == 1 else contextlib.nullcontext():
-        return h.exp().sin()
-
-
 def hooks_around_ours(self: Body, h: Tensor, i: int) -> Tensor:
     """What was saved before the user's hooks were entered is ours; so is what comes after them."""
     y = h.sin() * h
     with saved_tensors_hooks(lambda t: t.double(), lambda t: t.float()):
         z = y.exp()
     return z * y
-
-
-def functional(self: Body, h: Tensor, i: int) -> Tensor:
-    slope = torch.func.grad(lambda z: (z.sin() * self.layers[0].weight.sum()).sum())(h)
-    rows = torch.vmap(lambda r: r.tanh().exp())(h)
-    _, tangent = torch.func.jvp(torch.sin, (h,), (torch.ones_like(h),))
-    return rows + 0.1 * slope + tangent
-
-
-def disabled(self: Body, h: Tensor, i: int) -> Tensor:
-    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-        h = h.exp().sin()
-        with pytest.raises(RuntimeError, match="not here"), save_on_cpu():
-            pass
-    return h.exp()
 
 
 def tensor_hooks(self: Body, h: Tensor, i: int) -> Tensor:
@@ -185,14 +141,6 @@ def gradient_inside(self: Body, h: Tensor, i: int) -> Tensor:
     y = h.sin() * h
     (g,) = torch.autograd.grad(y.sum(), h, create_graph=True)
     return y + 0.1 * g.square()
-
-
-def threaded(self: Body, h: Tensor, i: int) -> Tensor:
-    out: list[Tensor] = []
-    thread = threading.Thread(target=lambda: out.append(h.exp().sin() * 2))
-    thread.start()
-    thread.join()
-    return h.tanh() + out[0].exp()
 
 
 def reads_saved(self: Body, h: Tensor, i: int) -> Tensor:
@@ -221,16 +169,8 @@ CASES: dict[str, Callable[[Body, Tensor, int], Tensor]] = {
     "E13 checkpoint": lambda self, h, i: checkpoint(lambda t: F.dropout(t.sin().exp(), 0.2), h, use_reentrant=False),  # type: ignore[return-value]
     "E13 reentrant": lambda self, h, i: checkpoint(lambda t: F.dropout(t.sin().exp(), 0.2), h, use_reentrant=True),  # type: ignore[return-value]
     "E13 no early stop": late_checkpoint,
-    "E13 nested": lambda self, h, i: checkpoint(
-        lambda t: checkpoint(lambda s: s.sin().exp(), t, use_reentrant=False).sin(), h, use_reentrant=False
-    ),  # type: ignore[return-value]
     "E14 selective": selective,
-    "E14 own hooks": own_hooks,
     "E14 hooks around": hooks_around_ours,
-    "E15 functional": functional,
-    "E15 vmapped function": lambda self, h, i: Vmapped.apply(h) + torch.vmap(Vmapped.apply)(h).exp(),
-    "E15 disabled hooks": disabled,
-    "E16 threads": threaded,
     "E20 tensor and node hooks": tensor_hooks,
 }
 

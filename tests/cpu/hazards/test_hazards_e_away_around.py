@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from lightning_memopt import optimize
 from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.graph import fingerprint
-from lightning_memopt.plan import Plan, simulate, write_plan
 from lightning_memopt.runtime import Program
-from lightning_memopt.session.judge.states import Running
-from tests.cpu.hazards.test_hazards_e_away import Body, Use, X, exact_while_parked, loss_of, programs, stepped
-from tests.cpu.lib.inside import state_of
-from tests.cpu.lib.loops import leaves_nothing
+from tests.cpu.hazards.test_hazards_e_away import Body, Use, exact_while_parked, programs, stepped
 from tests.cpu.lib.models import sgd
 from tests.cpu.lib.stepped import Stepped, same
 
@@ -31,14 +22,6 @@ from tests.cpu.lib.stepped import Stepped, same
 def anomaly(one: Stepped, program: Program | None) -> list[Tensor]:
     with torch.autograd.detect_anomaly():
         return one.step(program)
-
-
-def users_hooks(one: Stepped, program: Program | None) -> list[Tensor]:
-    """E14: the user's pair around the loop; the innermost one is ours, and theirs is there again afterwards."""
-    with save_on_cpu(), saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-        found = one.step(program)
-        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-    return found
 
 
 def twice(one: Stepped, program: Program | None) -> list[Tensor]:
@@ -94,42 +77,13 @@ def in_the_middle_of_a_backward(one: Stepped, program: Program | None) -> list[T
     return [*one.outcome(loss), *found]
 
 
-def copies(one: Stepped, program: Program | None) -> list[Tensor]:
-    """E18: a copy of the model computes by itself, in the middle of a step."""
-    loss = one.forward(program)
-    other = copy.deepcopy(one.model)
-    assert type(pickle.loads(pickle.dumps(one.model.layers))) is nn.ModuleList
-    with torch.no_grad():
-        for p in other.parameters():
-            p.zero_()
-    zeros = other(X).detach()
-    loss.backward()
-    return [*one.outcome(loss), zeros]
-
-
-def evaluation(one: Stepped, program: Program | None) -> list[Tensor]:
-    """E17: nothing of it is packed, between a forward and its backward."""
-    loss = one.forward(program)
-    moved = one.depot.moved_nbytes
-    with torch.no_grad():
-        one.model(X)
-    with torch.inference_mode():
-        one.model(X)
-    assert one.depot.moved_nbytes == moved
-    loss.backward()
-    return one.outcome(loss)
-
-
 USES: dict[str, Use] = {
     "E6 several": several,
     "E7 twice": twice,
     "E8 second order": second_order,
     "E8 some gradients": some_gradients,
     "E9 inside of another": in_the_middle_of_a_backward,
-    "E14 users hooks": users_hooks,
     "E16 other thread": other_thread,
-    "E17 evaluation": evaluation,
-    "E18 copies": copies,
     "anomaly": anomaly,
 }
 
@@ -257,105 +211,7 @@ def test_mutation_that_autograd_is_told_to_allow() -> None:
     one.depot.close()
 
 
-# -- in a session ------------------------------------------------------------------------------------------
-
-
-def hooks_forbidden(model: nn.Module) -> list[Tensor]:
-    """E15: a scope that forbids hooks runs the plain step."""
-    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-        loss_of(model).backward()
-    return []
-
-
-def transformed(model: nn.Module) -> list[Tensor]:
-    """E15: the model inside of functional transforms runs as it is."""
-    weights = dict(model.named_parameters())
-    found = torch.func.grad(lambda w: torch.func.functional_call(model, w, (X,)).sum())(weights)
-    return [*found.values(), torch.vmap(model)(X).detach()]
-
-
-def in_threads(model: nn.Module) -> list[Tensor]:
-    """E16: whole forwards in other threads, one after the other; backward here."""
-    for _ in range(2):
-        losses: list[Tensor] = []
-        thread = threading.Thread(target=lambda found=losses: found.append(loss_of(model)))  # type: ignore[misc]
-        thread.start()
-        thread.join()
-        losses[0].backward()
-    return []
-
-
-def own_around(model: nn.Module) -> list[Tensor]:
-    """E14: the user's own hooks around a step."""
-    with save_on_cpu(), saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-        loss_of(model).backward()
-    return []
-
-
-def failing(model: nn.Module) -> list[Tensor]:
-    """E20: an exception in the middle of a forward, with a hook that is always called; the next step is as ever."""
-    called: list[int] = []
-    handles = [
-        model.register_forward_hook(lambda *_: called.append(1), always_call=True),
-        model.layers[2].register_forward_pre_hook(lambda *_: {}[1]),  # type: ignore[index]
-    ]
-    with pytest.raises(KeyError):
-        model(X)
-    for handle in handles:
-        handle.remove()
-    assert called == [1] and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    return []
-
-
-def averaged(model: nn.Module) -> list[Tensor]:
-    """E18: a running average of the weights, kept by copies."""
-    average = torch.optim.swa_utils.AveragedModel(model)
-    loss_of(model).backward()
-    average.update_parameters(model)
-    return [p.detach().clone() for p in average.parameters()]
-
-
-AROUND = (hooks_forbidden, transformed, in_threads, own_around, failing, averaged)
-
-
-def test_a_session_whose_plan_puts_everything_away(tmp_path: Path) -> None:
-    """EXACT: between two planned steps each, and those steps themselves; nothing is left in the tier."""
-    one = stepped(Body())
-    program = one.away(least=1)
-    one.depot.close()
-    predicted = simulate(one.graph, program.lives).predicted
-    plan = Plan(
-        fingerprint=fingerprint(one.graph),
-        lives=program.lives,
-        solver="all away",
-        budget_nbytes=1 << 30,
-        predicted=predicted,
-        unmodified_peak_nbytes=1 << 30,
-    )
-    write_plan(tmp_path / "plan.json", plan, one.graph)
-
-    def use(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        found: list[Tensor] = []
-        for around in AROUND:
-            loss = loss_of(model)
-            loss.backward()
-            del loss
-            found += around(model)
-            optimizer.step()
-            optimizer.zero_grad()
-        return found + [p.detach().clone() for p in model.parameters()]
-
-    model = Body()
-    expected = use(model, sgd(model))
-    model = Body()
-    optimizer = sgd(model)
-    options = {"plan": tmp_path / "plan.json", "budget": 1 << 30, "offload": f"disk:{tmp_path}", "verbose": False}
-    with leaves_nothing(model), optimize(model, optimizer, **options) as run:
-        assert same(expected, use(model, optimizer))
-        main = state_of(run)
-        assert isinstance(main, Running) and main.depot is not None and not main.drift.deviated
-        assert main.depot.forwards >= len(AROUND) and main.depot.moved_nbytes >= len(AROUND) * predicted.tier_nbytes
-        assert main.depot.tiers["disk"].used_nbytes == 0  # type: ignore[attr-defined]
+# -- sharded -----------------------------------------------------------------------------------------------
 
 
 def test_n2_gathered_parameters_never_leave() -> None:

@@ -11,12 +11,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor
 
 from lightning_memopt import optimize
 from lightning_memopt.errors import AlreadyAttachedError
-from tests.cpu.lib.fits import Task, assert_planned, fit, loader, memopt, session_of
+from tests.cpu.lib.fits import Task, assert_planned, fit, loader, memopt
 from tests.cpu.lib.loops import assert_same, batches, installed, leaves_nothing, loss_of, sgd, small, state, step, train
 
 QUIET: dict[str, Any] = dict(budget="min", profile_steps=1, verbose=False)
@@ -233,21 +232,6 @@ def test_m12_toggled_between_forward_and_backward() -> None:
         return state(model)
 
     assert_same(run(False), run(True))
-
-
-def test_m13_p22_averaged_weights() -> None:
-    """EXACT: the average of all weights and buffers that Lightning keeps, and the weights that training goes on with."""
-
-    def run(strategy: Any) -> tuple[pl.Trainer, dict[str, Tensor]]:
-        average = WeightAveraging(use_buffers=True)
-        trainer = fit(strategy, max_epochs=3, callbacks=lambda: [average])
-        return trainer, {} if average._average_model is None else state(average._average_model)
-
-    with torch.random.fork_rng():
-        (plain, expected), (planned, found) = run("auto"), run(memopt())
-    assert_same(state(plain.lightning_module), state(planned.lightning_module))
-    assert_same(expected, found)
-    assert session_of(planned).plan is not None
 
 
 def test_m14_nothing_outlives_the_run() -> None:
