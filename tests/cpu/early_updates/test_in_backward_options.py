@@ -61,19 +61,6 @@ def decaying_tensor(optimizer: torch.optim.Optimizer, i: int) -> None:
         optimizer.param_groups[0]["lr"] = torch.tensor(1e-3)
 
 
-def zeroing(optimizer: torch.optim.Optimizer, i: int) -> None:
-    for p in optimizer.param_groups[0]["params"]:
-        if p.grad is None and i == 4:
-            p.grad = torch.zeros_like(p)
-
-
-def test_gradients_that_are_looked_at_in_every_step_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lesson shows who reads them: nothing is updated early, and what is set later is used."""
-    updates = counted(monkeypatch)
-    assert_same_tree(loop(zeroing, None), loop(zeroing, "auto"))
-    assert not updates
-
-
 @pytest.mark.parametrize("between", [decaying, decaying_tensor])
 def test_what_was_not_so_in_the_lesson(between: Between, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps before are as ever; the one that is wrong by then raises."""

@@ -11,11 +11,12 @@ import copy
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import distributed, nn
@@ -25,14 +26,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memopt import MemOptDDPStrategy, MemOptModelParallelStrategy, optimize
-from lightning_memopt.errors import MemOptError
-from lightning_memopt.runtime.early_updates import EarlyUpdates
 from lightning_memopt.session import times
 from lightning_memopt.trace import count_all
 from tests.cpu.lib import fits, sharded
+from tests.cpu.lib.early import counted
 from tests.cpu.lib.forked import failed, forked
 from tests.cpu.lib.loops import batches
 from tests.cpu.lib.process import digest
+from tests.cpu.lib.ranks import raised
 from tests.cpu.lib.said import listening
 from tests.cpu.lib.sharded import peak
 from tests.cpu.lib.times import OfMachine
@@ -60,18 +61,6 @@ class Net(nn.Module):
         return self.head(h)  # type: ignore[no-any-return]
 
 
-@contextlib.contextmanager
-def counted() -> Iterator[list[Any]]:
-    """Grows by every parameter that is updated in backward."""
-    updates: list[Any] = []
-    update = EarlyUpdates._update
-    EarlyUpdates._update = lambda self, p: (updates.append(p), update(self, p))[1]  # type: ignore[assignment, method-assign]
-    try:
-        yield updates
-    finally:
-        EarlyUpdates._update = update  # type: ignore[method-assign]
-
-
 def train(
     mode: str | None,
     steps: range = range(STEPS),
@@ -95,7 +84,7 @@ def train(
         torch.set_rng_state(states[2])
     losses, peaks = [], [0]
     with contextlib.ExitStack() as stack:
-        updates = stack.enter_context(counted())
+        updates = counted(stack.enter_context(pytest.MonkeyPatch.context()))
         said = stack.enter_context(listening())
         run = None
         if mode is not None:
@@ -133,15 +122,6 @@ def train(
         "predicted": None if plan is None else plan.predicted.needed_nbytes,
         "measured": None if status is None else status.measured_peak_nbytes,
     }
-
-
-def raised(call: Callable[[], Any]) -> list[str]:
-    """Name and message of the error."""
-    try:
-        call()
-    except MemOptError as error:
-        return [type(error).__name__, str(error)]
-    return ["nothing", ""]
 
 
 def pair(mode: str = "always", **loop: Any) -> dict[str, Any]:
@@ -233,7 +213,8 @@ def of_sharded(name: str, **options: Any) -> dict[str, Any]:
     found = {}
     for mode in (None, "always"):
         memopt = {} if mode is None else {"optimizer_in_backward": mode} | options
-        with counted() as updates:
+        with pytest.MonkeyPatch.context() as patch:
+            updates = counted(patch)
             end = sharded.without_states(
                 sharded.train(case, mode is not None, steps=range(STEPS if name == "blocks" else 8), **memopt)
             )
@@ -260,7 +241,8 @@ def in_lightning(
         model = task()
         torch.manual_seed(5)
         trainer = fits.trainer_of(strategy, devices=2, max_epochs=-1, max_steps=6)
-        with counted() as updates:
+        with pytest.MonkeyPatch.context() as patch:
+            updates = counted(patch)
             trainer.fit(model, DataLoader(TensorDataset(*data), 16))
         ends[how] = {"state": sharded.bits_of(model, trainer.optimizers[0], []), "updates": len(updates)}
     status = trainer.strategy.status()

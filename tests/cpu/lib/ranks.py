@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import distributed, nn
@@ -30,8 +31,8 @@ from lightning_memopt import (
     MemOptStrategy,
     optimize,
 )
-from lightning_memopt.runtime.early_updates import EarlyUpdates
 from lightning_memopt.strategies import MemOptMixin
+from tests.cpu.lib.early import counted
 from tests.cpu.lib.fits import Task, trainer_of
 from tests.cpu.lib.forked import failed, forked
 from tests.cpu.lib.loops import batches
@@ -56,18 +57,6 @@ def alike(model: nn.Module) -> bool:
     return all(map(mine.equal, all_of_them))
 
 
-@contextlib.contextmanager
-def counted() -> Iterator[list[Any]]:
-    """Grows by every parameter that is updated in backward."""
-    found: list[Any] = []
-    update = EarlyUpdates._update
-    EarlyUpdates._update = lambda self, p: (found.append(p), update(self, p))[1]  # type: ignore[assignment, method-assign]
-    try:
-        yield found
-    finally:
-        EarlyUpdates._update = update  # type: ignore[method-assign]
-
-
 def train(attach: Callable[[nn.Module], nn.Module] | None = None, mode: str = "never", **ddp: Any) -> dict[str, Any]:
     """A loop over a wrapped model, within the smallest plan of what `attach` gives of the wrapper, and what it ends with."""
     wrapped = DistributedDataParallel(model_of(), **ddp)
@@ -76,7 +65,7 @@ def train(attach: Callable[[nn.Module], nn.Module] | None = None, mode: str = "n
     torch.manual_seed(5 + distributed.get_rank())
     with contextlib.ExitStack() as stack:
         said = stack.enter_context(listening())
-        updates = stack.enter_context(counted())
+        updates = counted(stack.enter_context(pytest.MonkeyPatch.context()))
         run = None if attach is None else stack.enter_context(optimize(attach(wrapped), optimizer, **options))
         for i in range(STEPS):
             loss = wrapped(data(i)).square().mean()
@@ -121,7 +110,8 @@ def begun_before() -> Iterator[Callable[[], dict[str, Any]]]:
             mode: stack.enter_context(optimize(model, optimizers[mode], optimizer_in_backward=mode, **options))
             for mode, model in models.items()
         }
-        with counted() as updates:
+        with pytest.MonkeyPatch.context() as patch:
+            updates = counted(patch)
             for mode in models:
                 steps(mode, lambda model: model)
         assert updates
@@ -195,7 +185,8 @@ def fit(strategy: Any, *callbacks: pl.Callback) -> pl.Trainer:
 
 
 def fitted(strategy: Any, *callbacks: pl.Callback) -> dict[str, Any]:
-    with counted() as updates:
+    with pytest.MonkeyPatch.context() as patch:
+        updates = counted(patch)
         trainer = fit(strategy, *callbacks)
     state = digest(trainer.model.state_dict(), trainer.optimizers[0].state_dict())  # type: ignore[union-attr]
     statuses = [part.status() for part in (trainer.strategy, *callbacks) if hasattr(part, "status")]

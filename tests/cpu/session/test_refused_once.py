@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import warnings
 from collections.abc import Callable
@@ -229,37 +228,6 @@ def test_a_history_that_grows_is_planned_for_its_end() -> None:
     assert planned >= held - gradients and state.past.replanned == 0
     again = [t for t in state.program.graph.tensors if t.kind == "optimizer_state" and t.born_at > BEFORE]
     assert not again, "what the last update made is part of the history"
-
-
-def refused_in_a_closure() -> int | None:
-    """The budget that is named where forward and backward run inside of the optimizer's step."""
-    model, data = small(dropout=0.0), batches(5)
-    before = copy.deepcopy(model.state_dict())
-    optimizer = optim.LBFGS(model.parameters(), history_size=8)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, data[0])
-        loss.backward()
-        return loss
-
-    named = None
-    try:
-        with optimize(model, optimizer, budget=counted_nbytes() + 50_000, **QUIET):
-            optimizer.step(closure)
-    except InfeasibleError as error:
-        assert "Nothing was updated" in str(error)
-        named = error.smallest_nbytes
-    assert all(same_bits(p, before[name]) for name, p in model.named_parameters())
-    return named
-
-
-def test_a_closure_is_refused_before_the_first_update() -> None:
-    """After the first forward and backward, with a number that works: it has room for the full history."""
-    named = refused_in_a_closure()
-    gc.collect()
-    assert named is not None
-    lbfgs(named)
 
 
 def test_an_optimizer_that_is_not_torchs_is_said_not_to_be_known() -> None:
