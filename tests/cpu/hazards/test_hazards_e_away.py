@@ -193,29 +193,3 @@ def test_what_a_forward_does(name: str) -> None:
 
     exact_while_parked(one, use)
     assert counts[True] == counts[False]
-
-
-def test_e20_hooks_of_modules_in_order_and_once() -> None:
-    """EXACT: of any kind, registered between the observed and the planned step; one of them changes results."""
-    model = Body()
-    one = stepped(model)
-    seen = model.seen.append
-    for name, module in model.named_modules():
-        module.register_forward_pre_hook(lambda m, a, n=name: seen(("pre", n)))  # type: ignore[misc]
-        module.register_forward_hook(lambda m, a, o, n=name: seen(("post", n)), always_call=True)  # type: ignore[misc]
-        module.register_full_backward_pre_hook(lambda m, g, n=name: seen(("backward pre", n)))  # type: ignore[misc]
-        module.register_full_backward_hook(lambda m, gi, go, n=name: seen(("backward", n)))  # type: ignore[misc]
-    for i, p in enumerate(model.parameters()):
-        p.register_hook(lambda g, i=i: seen(("grad", i)))  # type: ignore[misc]
-        p.register_post_accumulate_grad_hook(lambda p, i=i: seen(("accumulated", i)))  # type: ignore[misc]
-    model.layers[1].register_forward_hook(lambda m, a, o: o * 2 + o.sin())
-    counts = []
-
-    def use(one: Stepped, program: Program | None) -> list[Tensor]:
-        model.seen.clear()
-        found = one.step(program)
-        counts.append(tuple(model.seen))
-        return found
-
-    exact_while_parked(one, use)
-    assert len(set(counts)) == 1 and len(counts[0]) > 20

@@ -119,47 +119,6 @@ def test_anomaly_mode_names_the_forward_op_of_a_nan() -> None:
     one.depot.close()
 
 
-def test_e10_saved_attributes_are_read_outside_of_backward() -> None:
-    """EXACT where the bits are there; REFUSED, by name, where a reader of the sign is all that the form serves."""
-
-    def read(loss: Tensor) -> list[Tensor]:
-        found, nodes, seen = [], [loss.grad_fn], set()
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            for name in sorted(n for n in dir(node) if n.startswith("_saved_")):
-                value = getattr(node, name)
-                if isinstance(value, Tensor):
-                    found.append(value.clone())
-            nodes += [n for n, _ in node.next_functions]
-        return found
-
-    one = stepped(Body())
-    first, *rest = programs(one)
-    loss = one.forward(None)
-    expected = [*read(loss), *read(loss)]
-    loss.backward()
-    expected += one.outcome(loss)
-    for program in (first, *rest):
-        loss = one.forward(program)
-        if set(program.parked.values()) == {"positive"}:
-            with pytest.raises(UnsupportedError, match="cannot be read outside of backward"):
-                read(loss)
-            loss.backward()
-            found = one.outcome(loss)
-            assert same(found, expected[-len(found) :])
-        else:
-            found = [*read(loss), *read(loss)]
-            loss.backward()
-            assert same(found + one.outcome(loss), expected)
-        del loss
-        gc.collect()
-        assert one.used_nbytes() == 0
-    one.depot.close()
-
-
 @pytest.mark.parametrize("form", ["block8", "block8@disk"])
 def test_e8_j12_lossy_refuses_what_would_differentiate_its_errors(form: str) -> None:
     """REFUSE with `create_graph`, and outside of backward; an ordinary backward afterwards is what it would have been."""
@@ -173,41 +132,6 @@ def test_e8_j12_lossy_refuses_what_would_differentiate_its_errors(form: str) -> 
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
     loss.backward()
     assert same(one.outcome(loss), expected)
-    one.depot.close()
-
-
-def test_mutation_that_autograd_is_told_to_allow() -> None:
-    """`allow_mutation_on_saved_tensors`: EXACT where nothing is changed; a change is an error, never another gradient."""
-
-    class Model(Body):
-        change = False
-
-        def between(self, h: Tensor, i: int) -> Tensor:
-            y = h.sin()
-            z = y.exp() * y
-            if self.change and i == 1:
-                with torch.no_grad():
-                    y.mul_(2)
-            return z
-
-    model = Model()
-    one = stepped(model)
-    found = list(programs(one))[:3]
-    for change in (False, True):
-        model.change = change
-        with torch.autograd.graph.allow_mutation_on_saved_tensors():
-            expected = one.step()
-        for program in found:
-            with torch.autograd.graph.allow_mutation_on_saved_tensors():
-                loss = one.forward(program)
-                try:
-                    loss.backward()
-                except RuntimeError as error:
-                    assert change and "modified by an inplace operation" in str(error)
-                else:
-                    assert same(one.outcome(loss), expected)
-            del loss
-            assert one.used_nbytes() == 0
     one.depot.close()
 
 

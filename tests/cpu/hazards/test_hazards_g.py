@@ -1,4 +1,4 @@
-"""Mixed precision: autocast, its cache of weight copies, parameters of two and eight bytes, Lightning's precision plugins."""
+"""Mixed precision: autocast, its cache of weight copies, parameters of two and eight bytes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ import torch
 from torch import nn
 
 from lightning_memopt.graph import resident_nbytes
-from tests.cpu.lib.fits import Task, assert_planned, fit, memopt, session_of
-from tests.cpu.lib.harness import same_bits
-from tests.cpu.lib.loops import small
 from tests.cpu.lib.models import (
     BATCHES,
     Body,
@@ -140,26 +137,3 @@ def test_g4_copies_of_weights_are_cast_again() -> None:
     again = {life.tensor for life in plan.lives if life.how == "rebuild"} & casts
     assert again == saved and not held, f"{len(held)} copies are held"
     assert plan.predicted_peak_nbytes - resident_nbytes(graph) < plan.unmodified_peak_nbytes - resident_nbytes(graph)
-
-
-class Deep(Task):
-    """Layers enough that the peak is in backward whatever the type, and an optimizer that float16 survives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = small(depth=6)
-
-    def configure_optimizers(self) -> Any:
-        return sgd(self)
-
-
-def test_g5_half_precision_plugin() -> None:
-    """EXACT in a Trainer with float16 parameters; the other plugins are in test_lightning_precision.py."""
-    with torch.random.fork_rng():
-        plain, found = fit("auto", Deep, precision="16-true"), fit(memopt(), Deep, precision="16-true")
-    for name, value in plain.lightning_module.state_dict().items():
-        assert same_bits(value, found.lightning_module.state_dict()[name]), name
-    assert_planned(found)
-    weight = found.lightning_module.net.layers[0].weight
-    assert weight.dtype is FP16 and torch.isfinite(weight).all()
-    assert session_of(found).status().measured_peak_nbytes is not None

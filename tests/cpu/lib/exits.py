@@ -1,7 +1,7 @@
 """Training runs that end in the middle, for tests that compare processes: `python -m tests.cpu.lib.exits FOLDER`.
 
 Each run is a process of its own, forked before anything has run, so that all share the imports. HOW is `plain` or `planned`,
-CASE a function of this module, with "+open" where the run is left open. What a process prints is in FOLDER/HOW.CASE.out and
+CASE a name of `CASES`, with "+open" where the run is left open. What a process prints is in FOLDER/HOW.CASE.out and
 FOLDER/HOW.CASE.err, its exit code in FOLDER/HOW.CASE.code. `planned` prints to standard error if the run has no plan, or one
 that rebuilds nothing.
 """
@@ -64,52 +64,21 @@ class Process:
         return loss_of(self.model, DATA[0])
 
 
-def _raising(error: BaseException, where: str) -> Callable[[str], None]:
-    def at(moment: str) -> None:
-        if moment == where:
-            raise error
+def ends(where: str, how: Callable[[], Any]) -> Callable[[Process], None]:
+    """A step that ends in the forward or in the backward: `how` raises, or ends the process."""
 
-    return at
+    def case(process: Process) -> None:
+        process.at = lambda moment: how() if moment == where else None
+        process.loss().backward()
 
-
-def exit_in_forward(process: Process) -> None:
-    process.at = _raising(SystemExit(7), "forward")
-    process.loss()
+    return case
 
 
-def exit_in_backward(process: Process) -> None:
-    process.at = _raising(SystemExit(8), "backward")
-    process.loss().backward()
+def raising(error: BaseException) -> Callable[[], Any]:
+    def raises() -> None:
+        raise error
 
-
-def error_in_forward(process: Process) -> None:
-    process.at = _raising(ValueError("forward"), "forward")
-    process.loss()
-
-
-def error_in_backward(process: Process) -> None:
-    process.at = _raising(ValueError("backward"), "backward")
-    process.loss().backward()
-
-
-def interrupt_in_forward(process: Process) -> None:
-    process.at = _raising(KeyboardInterrupt(), "forward")
-    process.loss()
-
-
-def interrupt_in_backward(process: Process) -> None:
-    process.at = _raising(KeyboardInterrupt(), "backward")
-    process.loss().backward()
-
-
-def hard_exit_in_forward(process: Process) -> None:
-    process.at = lambda moment: os._exit(9)
-    process.loss()
-
-
-def hard_exit_in_backward(process: Process) -> None:
-    process.at = lambda moment: os._exit(10) if moment == "backward" else None
-    process.loss().backward()
+    return raises
 
 
 def graph_in_a_global(process: Process) -> None:
@@ -156,11 +125,18 @@ def a_thread_in_forward(process: Process) -> None:
     assert reached.wait(60)
 
 
+WAYS: dict[str, Callable[[], Any]] = {
+    "exit": raising(SystemExit(7)),
+    "error": raising(ValueError("in the step")),
+    "interrupt": raising(KeyboardInterrupt()),
+    "hard_exit": lambda: os._exit(9),
+}
 CASES: dict[str, Callable[[Process], None]] = {
+    f"{name}_in_{where}": ends(where, how) for name, how in WAYS.items() for where in ("forward", "backward")
+} | {
     case.__name__: case
     for case in (
-        exit_in_forward, exit_in_backward, error_in_forward, error_in_backward, interrupt_in_forward, interrupt_in_backward,
-        hard_exit_in_forward, hard_exit_in_backward, graph_in_a_global, graph_after_a_partial_backward, graph_in_a_cycle,
+        graph_in_a_global, graph_after_a_partial_backward, graph_in_a_cycle,
         backward_at_exit, a_step_at_exit, a_thread_in_forward,
     )
 }  # fmt: skip

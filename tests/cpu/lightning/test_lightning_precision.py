@@ -12,20 +12,27 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.cpu.lib.fits import Task, assert_planned, both, fit, memopt, session_of
 from tests.cpu.lib.inside import state_of
-from tests.cpu.lib.loops import agrees, batches, loss_of, small
+from tests.cpu.lib.loops import agrees, batches, loss_of, sgd, small
 
 
 class Deep(Task):
+    """Layers enough that the peak is in backward whatever the type, and an optimizer that float16 survives."""
+
     def __init__(self) -> None:
         super().__init__()
         self.net = small(depth=6)
 
+    def configure_optimizers(self) -> Any:
+        return sgd(self)
 
-@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
 def test_g5_precisions(precision: Any) -> None:
     """Weights and default type of another precision, which is entered inside of the recorded forward: planned, exact."""
     _, planned = both(Deep, precision=precision)
     assert_planned(planned)
+    assert torch.isfinite(planned.lightning_module.net.layers[0].weight).all()
+    assert session_of(planned).status().measured_peak_nbytes is not None
 
 
 def test_half_precision_with_a_scaler() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -221,36 +220,3 @@ def test_evaluation_after_a_failed_step_is_not_observed() -> None:
             with torch.no_grad():
                 model(batch[0])
         assert installed()[1] == []
-
-
-def test_threads_of_others_are_left_alone() -> None:
-    """Another thread that trains another model meanwhile is neither recorded nor changed."""
-    other = small(1)
-    train(other, sgd(other), batches(3))
-    expected = state(other)
-    other = small(1)
-    found: list[object] = []
-
-    def work() -> None:
-        value = loss_of(other, batches(1)[0])
-        found.extend(installed()[:2])
-        value.backward()
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = small()
-
-        def forward(self, x: Tensor) -> Tensor:
-            thread = threading.Thread(target=work)
-            thread.start()
-            thread.join()
-            return self.inner(x)
-
-    model = Outer()
-    with optimize(model, optimizer := sgd(model), budget="min", **QUIET):
-        step(model, optimizer, batches(1)[0])
-    assert found == [None, []]
-    other = small(1)
-    train(other, sgd(other), batches(3))
-    assert_same(expected, state(other))

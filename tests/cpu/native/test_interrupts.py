@@ -180,33 +180,6 @@ def test_an_exception_at_each_op_of_backward(twins: Twins) -> None:
     assert raises_at_each(twins, fails) > 60
 
 
-def test_an_exception_at_each_gradient(twins: Twins) -> None:
-    """Of a weight, and of what a module gives."""
-
-    def fails(model: nn.Module, at: int) -> int:
-        def fires(*args: Any) -> None:
-            nonlocal number
-            number += 1
-            if number == at + 1:
-                raise Boom
-
-        def watches(module: nn.Module, args: Any, out: Any) -> None:
-            for t in out if isinstance(out, tuple) else (out,):
-                t.register_hook(fires)
-
-        number = 0
-        parts = [m for m in model.modules() if m is not model]
-        handles = [*(w.register_hook(fires) for w in model.parameters()), *(m.register_forward_hook(watches) for m in parts)]
-        try:
-            model(X).backward()
-        finally:
-            for handle in handles:
-                handle.remove()
-        return number
-
-    assert raises_at_each(twins, fails) > 15
-
-
 class Interrupted:
     """A signal's handler that raises KeyboardInterrupt, as that of SIGINT does.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -81,31 +80,6 @@ def test_a_storage_goes_away_once() -> None:
     assert same(expected, stepped.step(program))
     assert stepped.depot.moved_nbytes - moved == 2 * sum(tensors[t].nbytes for t in program.parked)
     stepped.depot.close()
-
-
-def test_a_second_backward_fetches_again(stepped: Stepped) -> None:
-    """A4: with `retain_graph` everything comes back twice; then the tier is empty."""
-    program = stepped.away()
-    loss = stepped.forward(None)
-    loss.backward(retain_graph=True)
-    loss.backward()
-    expected = stepped.outcome(loss)
-    loss = stepped.forward(program)
-    loss.backward(retain_graph=True)
-    assert stepped.used_nbytes() > 0
-    loss.backward()
-    assert same(expected, stepped.outcome(loss))
-    del loss
-    assert stepped.used_nbytes() == 0
-
-
-def test_backward_on_another_thread(stepped: Stepped) -> None:
-    expected, program = stepped.step(), stepped.away(held(stepped.graph, 3))
-    loss = stepped.forward(program)
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
-    assert same(expected, stepped.outcome(loss))
 
 
 def test_no_backward_leaves_nothing(stepped: Stepped) -> None:

@@ -258,28 +258,6 @@ def test_a5_who_reads_what_the_plan_does_not_know_reads_the_bits(how: str, form:
     one.depot.close()
 
 
-def test_a5_double_backward_through_lossy_values_is_refused() -> None:
-    """J12, P18: exact forms give the same bits; lossy ones an error with the name."""
-    for form in ("disk", "positive", "block8", "int4@disk"):
-        model, one = relus()
-        program = one.away(form=form, least=1, only=one.made_by("relu"))
-
-        def twice(p: Program | None, one: Stepped = one, model: nn.Module = model) -> list[Tensor]:
-            loss = one.forward(p)
-            grads = torch.autograd.grad(loss, list(model.parameters())[:2], create_graph=True)
-            sum(g.square().sum() for g in grads).backward()  # type: ignore[union-attr]
-            return one.outcome(loss)
-
-        if form in ("disk", "positive"):
-            assert same(twice(None), twice(program))
-        else:
-            with pytest.raises(UnsupportedError, match=form):
-                twice(program)
-        gc.collect()
-        assert one.used_nbytes() == 0
-        one.depot.close()
-
-
 def test_a5_what_is_read_outside_of_backward_has_its_bits() -> None:
     """E10: `grad_fn._saved_result` of what is away comes back, or is refused by name."""
     for form in ("disk", "positive", "block8"):
