@@ -25,7 +25,7 @@ from torch import nn
 
 from lightning_memopt.compiled import Region, Regions, asked_to_order, compiles
 from lightning_memopt.config import MemOptConfig
-from lightning_memopt.graph import Graph
+from lightning_memopt.graph import COMPILED, Graph
 from lightning_memopt.plan import Machine, RegionPlan, regions_text
 from lightning_memopt.record import compiled_modules
 from lightning_memopt.record.gathered import units_of
@@ -33,7 +33,7 @@ from lightning_memopt.session.measure.peak_meter import in_compiled_code
 from lightning_memopt.session.parts import Part
 from lightning_memopt.session.regions import shared_regions
 from lightning_memopt.session.regions.kernel_order import KernelOrder
-from lightning_memopt.session.regions.region_choice import Choice, Option, Stage, modelled
+from lightning_memopt.session.regions.region_choice import Choice, Option, Stage, modelled, plans_of_eager_code
 from lightning_memopt.session.regions.remembered import Remembered
 from lightning_memopt.session.regions.shared_regions import Shown
 from lightning_memopt.session.solve.foresight import unmodified_peak
@@ -302,8 +302,18 @@ class CompiledRegions(Part):
             return Shown(True, step.discarded)
         keys = self._keys()
         peak = unmodified_peak(graph, machine) if stages else 0
-        least = planner.smallest_nbytes(graph, machine) if limit_nbytes is not None and peak > limit_nbytes else peak
-        return Shown(False, step.discarded, tuple(keys[id(s.region)] for s in stages), peak, least, limit_nbytes)
+        too_large = limit_nbytes is not None and peak > limit_nbytes
+        frontier = planner.solve(graph, machine, limit_seconds=self._seconds) if too_large else None
+        return Shown(
+            compiled=False,
+            discarded=step.discarded,
+            keys=tuple(keys[id(s.region)] for s in stages),
+            peak_nbytes=peak,
+            least_nbytes=peak if frontier is None else frontier.smallest_nbytes,
+            limit_nbytes=limit_nbytes,
+            eager=() if frontier is None else plans_of_eager_code(frontier, peak),
+            flop_seconds=_flop_seconds(graph, stages),
+        )
 
     def _recompiled(self, shown: Shown, stages: list[Stage], say: Callable[[str], None]) -> bool:
         """Whether regions are compiled again, with other options, because of a step that was observed."""
@@ -320,7 +330,7 @@ class CompiledRegions(Part):
             if not fits:
                 self._compile(stages, [None] * len(stages))
             return not fits
-        choice.was_measured(stages, shown.peak_nbytes, shown.least_nbytes, limit)
+        choice.was_measured(stages, shown.peak_nbytes, shown.least_nbytes, limit, shown.eager, shown.flop_seconds)
         options = self._meetings.options(partial(choice.options, stages, limit), self._seconds * len(stages))
         changed = 0 if options is None else self._compile(stages, options)
         if not changed:
@@ -355,6 +365,13 @@ class CompiledRegions(Part):
         """The run is over: the regions are as their user compiles them, when they run next."""
         if not in_compiled_code():
             self._regions.forget(region for region in self._regions.by_key.values() if region.lives is not None)
+
+
+def _flop_seconds(graph: Graph, stages: Sequence[Stage]) -> float:
+    """The time that a FLOP of the regions took in an observed step; 0 where they have none."""
+    seconds = sum(op.seconds for op in graph.ops if op.name == COMPILED)
+    flops = sum(stage.calls * op.flops for stage in stages for op in stage.region.graph.ops)
+    return seconds / flops if flops else 0.0
 
 
 def _forward_code(module: nn.Module) -> object:

@@ -4,8 +4,9 @@ The plans of a region, from keeping all to the smallest, are its options (planne
 with other options: what all regions save in all their calls, and the most that one of them takes beyond it while it runs. The
 compiler fuses ops and reuses memory, so the model is off by some per cent, and each measured step corrects it.
 
-Eager code around the regions is planned afterwards. It takes a share of the bytes that are too many, in proportion to what it
-could save.
+Regions and the eager code around them share the bytes in one choice: of all plans of the eager code, each beside the cheapest
+options of the regions that then keep the budget, the pair that adds the fewest seconds. The eager code is planned once more
+when the regions have been compiled, for the step that was measured with them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from lightning_memopt.compiled import Halves, Region
 from lightning_memopt.graph import Graph, resident_nbytes
 from lightning_memopt.plan import Life
 from lightning_memopt.solvers import planner
+from lightning_memopt.solvers.frontier import Frontier
 
 _TRIES = 5
 """How often regions of a step are compiled again, at most. Each time costs as much as the user's own compilation."""
@@ -32,6 +34,19 @@ _LEAST_SLOPE = 0.25
 """Fewer bytes in the model lower the peak by this share of them, at least."""
 _UNUSED = 0.05
 """A step that leaves this share of its budget unused may be compiled again with fewer rebuilds."""
+_PLANS = 20
+"""Maximum number of plans of the eager code that are compared: the options of the regions are chosen anew for each."""
+
+
+class Eager(NamedTuple):
+    """A plan of the eager code around the regions, beside keeping everything.
+
+    saved_nbytes: bytes by which it lowers the peak of the step.
+    extra_seconds: the time that it adds to the step.
+    """
+
+    saved_nbytes: int
+    extra_seconds: float
 
 
 class Option(NamedTuple):
@@ -139,15 +154,17 @@ class Measured(NamedTuple):
     modelled_nbytes: what its regions are modelled to take.
     peak_nbytes: its peak.
     chosen: for each region, as `Stage.chosen`.
-    least_nbytes: its peak with the smallest plan of the eager code around the regions.
     fits: whether it is within the limit, or can be by a plan of the eager code. (Before the first try the regions help.)
+    eager: plans of the eager code; empty where it keeps everything.
+    flop_seconds: the time that a FLOP of the regions takes.
     """
 
     modelled_nbytes: int
     peak_nbytes: int
     chosen: list[int | None]
-    least_nbytes: int
     fits: bool
+    eager: tuple[Eager, ...] = ()
+    flop_seconds: float = 0.0
 
 
 @dataclass(eq=False)
@@ -163,13 +180,28 @@ class Choice:
     measured: list[Measured] = field(default_factory=list)
     tries: int = 0
 
-    def was_measured(self, stages: Sequence[Stage], peak_nbytes: int, least_nbytes: int, limit_nbytes: int | None) -> None:
-        """A step with these regions was observed. The numbers of bytes are those of `Measured`; None: no limit."""
+    def was_measured(
+        self,
+        stages: Sequence[Stage],
+        peak_nbytes: int,
+        least_nbytes: int,
+        limit_nbytes: int | None,
+        eager: tuple[Eager, ...] = (),
+        flop_seconds: float = 0.0,
+    ) -> None:
+        """A step with these regions was observed.
+
+        peak_nbytes: its peak.
+        least_nbytes: its peak with the smallest plan of the eager code around the regions.
+        limit_nbytes: the most that it may take; None: no limit.
+        eager, flop_seconds: see `Measured`.
+        """
         now = [s.chosen for s in stages]
         if self.measured and len(self.measured[-1].chosen) != len(now):
             self.measured.clear()  # it has other regions now
         fits = limit_nbytes is None or peak_nbytes <= limit_nbytes or (self.tries > 0 and least_nbytes <= limit_nbytes)
-        self.measured.append(Measured(modelled([s.halves for s in stages]), peak_nbytes, now, least_nbytes, fits))
+        taken = modelled([s.halves for s in stages])
+        self.measured.append(Measured(taken, peak_nbytes, now, fits, eager, flop_seconds))
 
     def expected(self, modelled_nbytes: int) -> float:
         """The expected peak of the step, if the model of its regions says `modelled_nbytes`: the peak of the nearest measured
@@ -210,27 +242,42 @@ class Choice:
         last, kept = self.measured[-1], [m for m in self.measured if m.fits]
         overshot = [] if not kept else [m.chosen for m in self.measured[self.measured.index(kept[0]) :] if not m.fits]
         tries_left = self.tries < _TRIES and len(overshot) < _OVERSHOOTS
-        target = limit_nbytes + self._eager_share(stages, limit_nbytes)
         if kept and not last.fits:  # with more bytes it was too much: between the two, or back
-            chosen = cheapest(self, stages, target) if tries_left else []
+            chosen = self.with_eager(stages, limit_nbytes) if tries_left else []
             best = self._not_above(stages, max(kept, key=lambda m: m.peak_nbytes).chosen)
             return best if not chosen or any(m.chosen == chosen for m in self.measured) else chosen
         if not tries_left or (kept and not _wasteful(stages, last.peak_nbytes, limit_nbytes)):
             return None
-        chosen = cheapest(self, stages, target)
+        chosen = self.with_eager(stages, limit_nbytes)
         return None if chosen in overshot else chosen
 
-    def _eager_share(self, stages: Sequence[Stage], limit_nbytes: int) -> int:
-        """How many bytes too many are left to eager code around the regions."""
+    def with_eager(self, stages: Sequence[Stage], limit_nbytes: int) -> list[int]:
+        """Indices of the options that, with a plan of the eager code beside them, keep the limit and add the fewest seconds.
+        Where nothing keeps it, those that come nearest.
+        """
         last = self.measured[-1]
-        eager = max(0, last.peak_nbytes - last.least_nbytes)
-        too_many = max(0, last.peak_nbytes - limit_nbytes)
-        return int(too_many * eager / (eager + self.savable_nbytes(stages, True))) if eager else 0
+        ways = []
+        for eager in (Eager(0, 0.0), *last.eager):
+            target = limit_nbytes + eager.saved_nbytes
+            indices = cheapest(self, stages, target)
+            chosen = [(s, s.options[i]) for s, i in zip(stages, indices, strict=True)]
+            over = max(0.0, self.expected(modelled([s.taken_by(option) for s, option in chosen])) - target)
+            again = sum(s.calls * option.extra_flops for s, option in chosen)
+            ways.append((over, eager.extra_seconds + last.flop_seconds * again, indices))
+        return min(ways)[2]
 
     def _not_above(self, stages: Sequence[Stage], chosen: Sequence[int | None]) -> list[int | None]:
         """These options, or those with fewer bytes that other signatures need."""
         needed = [s.wanted_by_others(self.signature) for s in stages]
         return [i if i is None and not n else max(i or 0, n) for i, n in zip(chosen, needed, strict=True)]
+
+
+def plans_of_eager_code(frontier: Frontier, peak_nbytes: int) -> tuple[Eager, ...]:
+    """The plans of a frontier for the step around the regions, whose peak is `peak_nbytes`: at most `_PLANS` of them."""
+    plans = [Eager(peak_nbytes - c.budget_nbytes, c.predicted.seconds) for c in frontier.candidates]
+    plans = [plan for plan in plans if plan.saved_nbytes > 0]
+    step = -(-len(plans) // _PLANS)
+    return tuple(plans[::step]) if plans else ()
 
 
 def _wasteful(stages: Sequence[Stage], peak_nbytes: int, limit_nbytes: int) -> bool:

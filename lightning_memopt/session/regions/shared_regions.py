@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning_memopt.compiled import Halves
 from lightning_memopt.plan import Life
-from lightning_memopt.session.regions.region_choice import Option
+from lightning_memopt.session.regions.region_choice import Eager, Option
 
 DIFFER = (
     "the compiled regions of the ranks differ (batches of other shapes, other graph breaks, or other options of MemOpt). Give "
@@ -35,6 +35,8 @@ class Shown:
     peak_nbytes: its peak; 0 where it is discarded.
     least_nbytes: its peak with the smallest plan of the eager code around the regions.
     limit_nbytes: the most that it may take; None where the smallest plan is wanted.
+    eager: plans of the eager code around the regions, where the step takes more than the limit.
+    flop_seconds: the time that a FLOP of the regions takes.
     alike: whether all ranks that this was put together of have the same regions.
     """
 
@@ -44,6 +46,8 @@ class Shown:
     peak_nbytes: int = 0
     least_nbytes: int = 0
     limit_nbytes: int | None = None
+    eager: tuple[Eager, ...] = ()
+    flop_seconds: float = 0.0
     alike: bool = True
 
     @property
@@ -62,7 +66,10 @@ def together(posts: Sequence[dict[str, Any]]) -> Shown | None:
     """
     if not all(posts):
         return None
-    shown = [Shown(**(post | {"keys": tuple(post["keys"])})) for post in posts]
+    shown = [
+        Shown(**(post | {"keys": tuple(post["keys"]), "eager": tuple(Eager(*fields) for fields in post["eager"])}))
+        for post in posts
+    ]
     first = shown[0]
     compiled, discarded = any(s.compiled for s in shown), min(s.discarded for s in shown)
     smallest = {s.limit_nbytes is None for s in shown}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_memopt.compiled import Halves
-from lightning_memopt.session.regions.region_choice import Choice, Measured, Option, Stage, cheapest, modelled
+from lightning_memopt.session.regions.region_choice import Choice, Eager, Measured, Option, Stage, cheapest, modelled
 
 
 def stage(options: list[Option], dynamic: bool = False) -> Any:
@@ -21,7 +22,7 @@ def stage(options: list[Option], dynamic: bool = False) -> Any:
 
 
 def measured(modelled: int, peak: int, chosen: list[int | None], fits: bool = False) -> Measured:
-    return Measured(modelled, peak, chosen, least_nbytes=peak, fits=fits)
+    return Measured(modelled, peak, chosen, fits)
 
 
 def stages(rng: random.Random) -> list[Any]:
@@ -60,6 +61,52 @@ def test_a_choice_fits_where_any_does_and_costs_little_more_than_the_best(seed: 
         assert flops(chosen) <= min(map(flops, fitting)) + len(regions) * dearest_step
     else:
         assert tuple(chosen) == smallest or nbytes(chosen) <= target
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_regions_and_eager_code_share_the_bytes_in_one_choice(seed: int) -> None:
+    """Of all pairs of an eager plan and options that keep the limit, none adds fewer seconds, except for what is missed by
+    choosing options one region at a time.
+    """
+    rng = random.Random(seed)
+    regions = stages(rng)
+    saved, seconds, eager = 0, 0.0, [Eager(0, 0.0)]
+    for _ in range(rng.randint(0, 6)):
+        saved, seconds = saved + rng.randint(1, 200), seconds + rng.randint(0, 60)
+        eager.append(Eager(saved, seconds))
+    peak = 5000
+    most = modelled([r.options[0].halves for r in regions])
+    step = Choice(measured=[Measured(most, peak, [], False, tuple(eager[1:]), flop_seconds=1.0)], tries=1)
+    limit = rng.randint(peak - most - saved, peak)
+    chosen = step.with_eager(regions, limit)
+
+    def taken(choice: Any) -> int:
+        return modelled([r.options[i].halves for r, i in zip(regions, choice, strict=True)])
+
+    def added(choice: Any) -> float:
+        """Seconds, with the cheapest eager plan that keeps the limit beside these options."""
+        over = peak + taken(choice) - most - limit
+        flops = sum(r.options[i].extra_flops for r, i in zip(regions, choice, strict=True))
+        return min((flops + plan.extra_seconds for plan in eager if plan.saved_nbytes >= over), default=math.inf)
+
+    choices = list(itertools.product(*(range(len(r.options)) for r in regions)))
+    best = min(map(added, choices))
+    if best == math.inf:  # what comes nearest
+        assert taken(chosen) == min(map(taken, choices)) or taken(chosen) == taken([len(r.options) - 1 for r in regions])
+        return
+    smallest = [len(r.options) - 1 for r in regions]
+    if added(smallest) < math.inf:  # the greatest saving of each region alone
+        pairs = [pair for r in regions for pair in itertools.pairwise([*r.options, r.options[-1]])]
+        dearest_step = max(b.extra_flops - a.extra_flops for a, b in pairs)
+        assert added(chosen) <= best + len(regions) * dearest_step
+
+
+def test_eager_code_gives_way_first_where_that_is_cheaper() -> None:
+    """400 bytes too many. The region saves them for 1 s, the eager code for a tenth of that, or the other way round."""
+    for seconds, expected in ((0.1, [0]), (10.0, [1])):
+        region, choice = stage(options(1000, 600)), Choice(tries=1)
+        choice.measured.append(Measured(1000, 2000, [None], False, (Eager(400, seconds),), flop_seconds=1.0))
+        assert choice.with_eager([region], 1600) == expected
 
 
 def test_without_a_target_all_regions_get_their_smallest_option() -> None:
