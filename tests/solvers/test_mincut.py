@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -93,6 +94,26 @@ def test_the_bound_is_below_every_choice_that_fits(cases: list) -> None:
             best = min(seconds for nbytes, seconds in all_choices if nbytes <= budget)
             bound = hull.bound_seconds(budget)
             assert bound <= best
+            tight += bound > 0.5 * best > 0
+    assert tight > 50
+
+
+def test_nanoseconds_and_terabytes(cases: list) -> None:
+    """The bounds of fast ops on large tensors are those of the same problem in seconds and bytes."""
+    tight = 0
+    for problem, _, all_choices in cases:
+        graph = problem.graph
+        ops = tuple(replace(op, seconds=op.seconds * 1e-9) for op in graph.ops)
+        tensors = tuple(replace(t, nbytes=t.nbytes << 40) for t in graph.tensors)
+        large = HoldOrRebuild(replace(graph, ops=ops, tensors=tensors), problem.needed, problem.free)
+        hull, same = large.hull(points=100), problem.hull(points=100)
+        assert hull.vertices[0].seconds == pytest.approx(same.vertices[0].seconds * 1e-9, abs=1e-24)
+        assert hull.vertices[-1].nbytes == same.vertices[-1].nbytes << 40
+        for budget in sorted({nbytes for nbytes, _ in all_choices})[::7]:
+            best = min(seconds for nbytes, seconds in all_choices if nbytes <= budget) * 1e-9
+            bound = hull.bound_seconds(budget << 40)
+            assert bound <= best * (1 + 1e-12)
+            assert bound == pytest.approx(same.bound_seconds(budget) * 1e-9, rel=1e-3, abs=1e-3 * large.total_seconds)
             tight += bound > 0.5 * best > 0
     assert tight > 50
 
