@@ -185,9 +185,14 @@ def _state_of() -> Any:
     return _named(f"{_FSDP2}._fully_shard:_get_module_fsdp_state")
 
 
+def may_be_sharded() -> bool:
+    """Whether FSDP2 is imported; where it is not, no module is sharded by it."""
+    return "torch.distributed.fsdp" in sys.modules
+
+
 def fsdp_units(module: Any) -> list[Any]:
     """The units (`unit_class()`) of one module; an empty list if it is not sharded by FSDP2."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)  # if it is not imported, it is not used
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if kind is None or not isinstance(module, kind):
         return []
     state = _state_of()(module)
@@ -372,7 +377,12 @@ INDUCTOR_CODE = "torch._inductor.output_code"
 
 def wrapper_class() -> Any:
     """The class of what `torch.compile(module)` returns; None if dynamo was not imported."""
-    return _named(f"{DYNAMO}:OptimizedModule") if DYNAMO in sys.modules else None
+    return _wrapper_class() if DYNAMO in sys.modules else None
+
+
+@cache
+def _wrapper_class() -> Any:
+    return _named(f"{DYNAMO}:OptimizedModule")
 
 
 @cache

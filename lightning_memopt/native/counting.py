@@ -32,7 +32,7 @@ _SIGNATURES: dict[str, tuple[type[ctypes._SimpleCData] | None, tuple[type[ctypes
 """Name of an exported function, without its prefix `memopt_` -> (type of its result, types of its arguments)."""
 
 
-_ALL, PLAIN, _OUTSIDE = 0, 1, 2
+ALL, PLAIN, _OUTSIDE = 0, 1, 2
 _TRIES = 20
 """Maximum number of attempts of the check, which fails when another thread allocates at the same time."""
 
@@ -102,7 +102,7 @@ class Counter:
     @property
     def live_nbytes(self) -> int:
         """All counted bytes that are live now."""
-        return int(self.live(_ALL))
+        return int(self.live(ALL))
 
     @property
     def plain_nbytes(self) -> int:
@@ -125,7 +125,7 @@ class Counter:
         """A new window; None if too many are open. `plain`: bytes that were allocated while `hidden` do not count. `outside`:
         bytes in the planned pool do not count.
         """
-        window = Window(self, _OUTSIDE if outside else PLAIN if plain else _ALL)
+        window = Window(self, _OUTSIDE if outside else PLAIN if plain else ALL)
         return window if window._number >= 0 else None
 
     @contextlib.contextmanager

@@ -65,30 +65,21 @@ def _captured(values: Iterable[Any], source: Source, reads: list[StorageVersion]
     return kept
 
 
-def read(values: tuple, source: Source, reads: list[StorageVersion]) -> None:
-    """Like `captured`, for an op whose arguments no tape keeps."""
-    native = source.tape.native
-    if native is None or source.meets is not None or native.captured(values, source.of_storage, False, reads) is None:
-        _read(values, source, reads)
-
-
-def _read(values: Iterable[Any], source: Source, reads: list[StorageVersion]) -> None:
+def read(values: Iterable[Any], source: Source, reads: list[StorageVersion]) -> None:
+    """Like `captured`, for an op whose arguments no tape keeps. The recorder asks the native engine first."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if is_plain(value):
                 reads.append(source.version_of(value))
         elif type(value) in (list, tuple):
-            _read(value, source, reads)
+            read(value, source, reads)
 
 
 def fresh(out: Any, source: Source) -> list[tuple[int, torch.Tensor]]:
     """(position among the tensors of the result, tensor) of each ordinary tensor that is on a new storage.
 
-    Two of the tensors may be on the same storage.
+    Two of the tensors may be on the same storage. The native engine has the same function.
     """
-    native = source.tape.native
-    if native is not None:
-        return native.fresh(out, source.of_storage)
     known = source.of_storage
     results = enumerate((out,) if isinstance(out, torch.Tensor) else tensors_in(out))
     return [(i, t) for i, t in results if is_plain(t) and storage_id(t) not in known]

@@ -27,7 +27,14 @@ from lightning_memopt.record.modes import Outside
 from lightning_memopt.record.seams import Patch, Seams
 from lightning_memopt.record.settling import find_threads, settle
 from lightning_memopt.record.uncompiled import uncompiled
-from lightning_memopt.torch_private import COLLECTIVE_HOOKS, UNIT_HOOKS, fsdp_units, unit_class, unsharded_parameter
+from lightning_memopt.torch_private import (
+    COLLECTIVE_HOOKS,
+    UNIT_HOOKS,
+    fsdp_units,
+    may_be_sharded,
+    unit_class,
+    unsharded_parameter,
+)
 
 Event = Literal["hook", "entered", "left"]
 """A hook of the unit runs; its forward has begun; its forward is over. At the latter two its weights are in memory."""
@@ -37,6 +44,8 @@ Listener = Callable[[Any, Event], contextlib.AbstractContextManager[None]]
 
 def units_of(model: nn.Module) -> list[Any]:
     """The units of a model whose modules are sharded by FSDP2, each once."""
+    if not may_be_sharded():
+        return []
     return list({id(unit): unit for module in model.modules() for unit in fsdp_units(module)}.values())
 
 

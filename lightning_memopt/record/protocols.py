@@ -4,7 +4,7 @@ version, and an optional `Observer`, which is told when each op begins and ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,13 +47,13 @@ class OpRecord:
 class Observer(Protocol):
     """Is told of each op of a step (the tracer). `end` also gets the real arguments and results. `resized`: the size of a
     storage has changed, so version `new` follows `old`. `passes`: asked before each op; true if it wants to skip the op.
-    `number`: the id of the next op in its graph.
+    `ops`: those in its graph so far; their number is the id of the next one.
     """
 
     passes: Callable[[], bool] | None
 
     @property
-    def number(self) -> int: ...
+    def ops(self) -> Sized: ...
 
     def begin(self, func: OpOverload) -> None: ...
     def ran(self) -> None: ...

@@ -17,7 +17,7 @@ from lightning_memopt.record.arguments import captured, fresh, read
 from lightning_memopt.record.devices import may_run_again
 from lightning_memopt.record.modes import Outside
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
-from lightning_memopt.record.rules import Rule, blocking, rule_of_call, written_by
+from lightning_memopt.record.rules import KNOWN, blocking, rule_of_call, written_by
 from lightning_memopt.record.settings import numeric_flags
 from lightning_memopt.record.tape import OUTSIDE, OVERWRITTEN, UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, recount
 from lightning_memopt.record.tensors import (
@@ -114,7 +114,8 @@ class Recorder(Outside):
             return known
         version = self._new(t, Origin.EXTERNAL)
         version.why = why
-        version.parameter = isinstance(t, torch.nn.Parameter) or isinstance(t._base, torch.nn.Parameter)
+        base = t._base
+        version.parameter = isinstance(t, torch.nn.Parameter) or (base is not None and isinstance(base, torch.nn.Parameter))
         # R4: ops that read it never run again. Weights are exempt: whoever made their memory, nobody writes to them unseen.
         version.exposed = not version.parameter and is_foreign(t)
         self.holdings.met(version)
@@ -159,10 +160,15 @@ class Recorder(Outside):
         if id is None:
             id = self.next_id
             self.next_id += 1
-        version = self.tape.version(id, t, origin)
+        tape, native = self.tape, self.tape.native
+        version: StorageVersion
+        if native is None:
+            version = StorageVersion(id, t, tape, origin)
+        else:
+            version = native.version(id, t, origin, tape.weak_references)
         self.of_storage[version.weak] = version  # the weak reference is the storage's address
         if self.capturing:
-            self.tape.versions[id] = version
+            tape.versions[id] = version
         return version
 
     def version_of(self, t: torch.Tensor) -> StorageVersion:
@@ -193,42 +199,63 @@ class Recorder(Outside):
             return self._detach(*args)
         if self.runs is not None and not capturing:
             func = self.runs(func, args)
-        rule = rule_of_call(func, args, kwargs)
+        rule = KNOWN.get(id(func))
+        if rule is None or rule.handling == "random":
+            rule = rule_of_call(func, args, kwargs)
         run = conjugating(func) if rule.conjugates else func._op
         if not capturing and (observer is None or (observer.passes is not None and observer.passes())):
             return run(*args, **kwargs)
         if func is _UNSAFE_VIEW and storage_id(args[0]) not in self.of_storage:
             return run(*args)  # AOT autograd adds it to results of generated code; the user may drop them unread
-        op = self._number()
+        if observer is None:
+            op = self._number()
+        else:  # the op's id in the graph, which also counts ops that no recorder sees, and leaves out ops that raised
+            op = len(observer.ops)
+            self.op = op + 1
+        native = self.tape.native
         reads: list[StorageVersion] = []
-        record = OpRecord(func, rule, (), {}, (), [], [], None, False)
+        fields: tuple[Any, ...] = func, rule, (), {}, (), [], [], None, False
+        record = OpRecord(*fields) if native is None else native.row(OpRecord, *fields)
         targets = written_by(func, rule, args, kwargs) if rule.writes else []
         if rule.counted_first and capturing:
             recount(targets, self.of_storage)
         if capturing:
             self._capture_all(op, record, args, kwargs, reads, targets)
         else:
-            read((*args, *kwargs.values()) if kwargs else args, self, reads)
+            values = (*args, *kwargs.values()) if kwargs else args
+            if native is None or self.meets is not None or native.captured(values, self.of_storage, False, reads) is None:
+                read(values, self, reads)
         record.reads = tuple(dict.fromkeys(reads)) if len(reads) > 1 else tuple(reads)
         for t in targets if capturing else ():
             self._overwrites(self.of_storage[storage_id(t)])
         if self.writes is not None:
             for t in targets:
                 self.writes(t)
-        before = [(storage_id(t), t._version) for t in targets] if targets else []
+        each = bool(targets) and func._name.startswith("aten::_foreach_")
+        before = [(storage_id(t), t._version) for t in targets] if each or (targets and capturing) else []
         if observer is not None:
             observer.begin(func)
-        out = self._ran(run, rule, args, kwargs)
+        given_way = False
+        try:
+            out = run(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            if rule.writes or rule.handling not in ("pure", "empty") or not self.owner.gives_way():
+                raise
+            given_way = True
+        if given_way:
+            out = self._runs_again(run, args, kwargs)
         if observer is not None:
             observer.ran()
-        if targets and func._name.startswith("aten::_foreach_"):
+        if each:
             count_versions(targets, [v for _, v in before])
         if rule.handling == "empty" and capturing and isinstance(out, torch.Tensor) and is_plain(out):
             # it reads no bytes: a rebuild needs only the sizes and strides of the result, not the tensor that it is like
             like = {"dtype": out.dtype, "device": out.device}
             record.call = Call(op, _EMPTY_STRIDED, (out.size(), out.stride()), like, (), False)
             record.recomputable = True
-        record.made = self._outputs(out, record)
+        new = fresh(out, self) if native is None else native.fresh(out, self.of_storage)
+        if new or rule.unshared:
+            record.made = self._outputs(out, new, record)
         if targets and capturing:
             targets = [t for t, (id, _) in zip(targets, before, strict=True) if storage_id(t) == id]  # `set_` writes no bytes
             mutates = self._mutated(targets, record, reads)
@@ -240,8 +267,8 @@ class Recorder(Outside):
             self._recorded(record)
         return out
 
-    def _ran(self, run: Callable[..., Any], rule: Rule, args: tuple, kwargs: dict) -> Any:
-        """The result of an op. If the device has no memory for it, the owner lets go of bytes, and the op runs once more.
+    def _runs_again(self, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """The result of an op for which the device had no memory, and for which the owner has let go of bytes.
         Only ops that write nothing and draw no random numbers do so: their first run has changed nothing. Memory can run out
         below the budget, too, where no free block is large enough.
         """
@@ -249,7 +276,7 @@ class Recorder(Outside):
             try:
                 return run(*args, **kwargs)
             except torch.OutOfMemoryError:
-                if rule.writes or rule.handling not in ("pure", "empty") or not self.owner.gives_way():
+                if not self.owner.gives_way():
                     raise
 
     def _capture_all(
@@ -272,12 +299,9 @@ class Recorder(Outside):
         record.recomputable = record.call is not None or rule.handling == "empty"
 
     def _number(self) -> int:
-        """The number of the call that is being recorded. It rises. In an observed step it is the op's id in the graph, which
-        also counts ops that no recorder sees, and leaves out ops that raised.
-        """
-        op = self.op if self.observer is None else self.observer.number
-        self.op = op + 1
-        return op
+        """The number of the call that is being recorded. It rises."""
+        self.op += 1
+        return self.op - 1
 
     def _recorded(self, record: OpRecord) -> None:
         self.owner.recorded(record)
@@ -369,8 +393,10 @@ class Recorder(Outside):
         self.holdings.overwritten(old, new, t, reachable)
         return new
 
-    def _outputs(self, out: Any, record: OpRecord) -> list[tuple[StorageVersion, torch.Tensor]]:
-        """Versions for the new storages among the results."""
+    def _outputs(
+        self, out: Any, new: list[tuple[int, torch.Tensor]], record: OpRecord
+    ) -> list[tuple[StorageVersion, torch.Tensor]]:
+        """Versions for the new storages among the results. `new`: the results on new storages (`fresh`)."""
         rule, call = record.rule, record.call
         startable = call is not None and self.holdings.can_run(call, record.reads)
         origin = _EMPTY if rule.handling == "empty" else _RECORDED
@@ -379,7 +405,7 @@ class Recorder(Outside):
             known = self.of_storage.get(storage_id(t)) if is_plain(t) else None
             if known is not None:
                 known.counter = UNSHARED
-        for index, t in fresh(out, self):
+        for index, t in new:
             if storage_id(t) in self.of_storage:
                 continue  # an earlier result is on the same storage
             version = self._new(t, origin)

@@ -159,7 +159,7 @@ def register_op(op: OpOverload, rule: Handling | Rule) -> None:
         rule = Rule(rule, "registered by the user" if rule == "opaque" else "", _written(op))
     _registered[op] = replace(rule, counted_first=_counted_first(op))
     rule_of.cache_clear()
-    _known.clear()
+    KNOWN.clear()
     _generations.append(op)
 
 
@@ -295,7 +295,7 @@ def _pure(rule: Rule) -> Rule:
     return replace(rule, handling="pure")
 
 
-_known: dict[int, Rule] = {}
+KNOWN: dict[int, Rule] = {}
 """Identity of an overload -> its rule, because the hash of an overload is slow (Python computes it). The cache of `rule_of`,
 which is cleared together with this one, keeps the overload alive, so that no other overload gets its identity.
 """
@@ -303,9 +303,9 @@ which is cleared together with this one, keeps the overload alive, so that no ot
 
 def rule_of_call(func: OpOverload, args: tuple, kwargs: dict) -> Rule:
     """The rule for this call: fused attention without dropout draws no numbers, whatever the operator's tag says."""
-    rule = _known.get(id(func))
+    rule = KNOWN.get(id(func))
     if rule is None:
-        rule = _known[id(func)] = rule_of(func)
+        rule = KNOWN[id(func)] = rule_of(func)
     position = _dropout_position(func) if rule.handling == "random" else None
     if position is None:
         return rule

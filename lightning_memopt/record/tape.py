@@ -230,13 +230,6 @@ class Tape(Generic[H]):
         self.weak_references: list[int] = []
         self.native = native
 
-    def version(self, id: int, t: torch.Tensor, origin: Origin) -> StorageVersion[H]:
-        """Add a version of the storage that `t` is on."""
-        if self.native is None:
-            return StorageVersion(id, t, self, origin)
-        made: StorageVersion[H] = self.native.version(id, t, origin, self.weak_references)
-        return made
-
     def hide(self, call: Call) -> None:
         """Hide a call from the garbage collector: nothing that it refers to refers back to it."""
         if self.native is not None:

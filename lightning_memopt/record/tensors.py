@@ -84,7 +84,9 @@ def covers(t: torch.Tensor) -> bool:
 
 def fills(t: torch.Tensor) -> bool:
     """Whether `t` covers all of its storage, each element once, in any order of its dimensions."""
-    return t.nbytes == t.untyped_storage().nbytes() and not t.is_conj() and not t.is_neg() and is_dense(t)
+    return (
+        t.nbytes == t.untyped_storage().nbytes() and not t.is_conj() and not t.is_neg() and (t.is_contiguous() or is_dense(t))
+    )
 
 
 def is_dense(t: torch.Tensor) -> bool:

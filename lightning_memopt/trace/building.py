@@ -32,9 +32,14 @@ def graph_of(
     # an input from before the step is overwritten: a rebuild in backward would read other bytes
     lost = {t for t in written if t in seen_tensors and seen_tensors[t].born_at == BEFORE}
     make = maker(Op)
-    ops = [
-        make(*op.fields(i, ids, seconds[i], op.recomputable and lost.isdisjoint(op.inputs))) for i, op in enumerate(seen_ops)
-    ]
+    ops, of = list[Op](), ids.__getitem__
+    for i, op in enumerate(seen_ops):  # in one loop, and without `replace`: there are thousands
+        recomputable = op.recomputable and lost.isdisjoint(op.inputs)
+        mutates = tuple([(ids[a], ids[b]) for a, b in op.mutates]) if op.mutates else ()
+        read_and_made = tuple(map(of, op.inputs)), tuple(map(of, op.outputs)), mutates
+        took = seconds[i], op.workspace_nbytes, op.flops
+        kind = op.scope, op.heavy, recomputable, op.state_nbytes, op.at, tuple(map(of, op.unrebuilt))
+        ops.append(make(i, op.name, op.phase, *read_and_made, *took, *kind))
 
     def read(save: SeenSave) -> int:
         """The version of the saved tensor that autograd reads: the one in memory when autograd first needs the save."""
@@ -49,7 +54,10 @@ def graph_of(
 
     make_tensor, tensors = maker(Tensor), list[Tensor]()
     for id, seen in sorted(seen_tensors.items()):
-        tensors.append(make_tensor(*seen.fields(len(tensors), ids[seen.storage], end, kept.get(id, -1))))
+        freed_at = end if seen.freed_at is None else max(seen.freed_at, kept.get(id, -1))
+        own = seen.name, seen.nbytes, seen.kind, ids[seen.storage], seen.born_at, freed_at, seen.dtype, seen.size
+        windows = seen.windows if seen.open_at is None else seen.intervals(end)
+        tensors.append(make_tensor(len(tensors), *own, windows))
     return Graph(
         ops=tuple(ops),
         tensors=tuple(tensors),

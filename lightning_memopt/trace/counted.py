@@ -37,35 +37,32 @@ class Ledger:
     Call `settle` when all storages from before the step are known, `note` before every op, and `ran` after it.
 
     base_nbytes: bytes of unknown storages that were in memory before the step and still are.
+    open_nbytes: unseen bytes that were allocated since the step began and are still there.
     """
 
     def __init__(self, counter: Counter) -> None:
         self.counter = counter
         self._known: dict[int, int] = {}
-        self._known_nbytes = self.base_nbytes = self._settled = 0
+        self._known_nbytes = self.base_nbytes = self.open_nbytes = self._settled = 0
         self._open: list[Unseen] = []
         self._closed: list[Unseen] = []
 
-    def born(self, key: int, storage: torch.UntypedStorage) -> None:
-        """Add a storage to the known ones, under a key."""
-        if key not in self._known and self.counter.counts(storage):
+    def born(self, key: int, storage: torch.UntypedStorage) -> bool:
+        """Add a storage to the known ones, under a key. Returns whether its bytes are counted."""
+        if not self.counter.adopt(storage._cdata):
+            return False
+        if key not in self._known:
             self._known[key] = self.counter.nbytes(storage._cdata)
             self._known_nbytes += self._known[key]
+        return True
 
     def died(self, key: int) -> None:
         """Remove a storage that was freed from the known ones."""
         self._known_nbytes -= self._known.pop(key, 0)
 
-    def _change_nbytes(self) -> int:
-        """Bytes of unknown storages that were allocated (or freed, if negative) and are not noted yet. Runs twice per op."""
-        change = self.counter.live(PLAIN) - self._known_nbytes - self.base_nbytes
-        for unseen in self._open:
-            change -= unseen.nbytes
-        return change
-
     def settle(self) -> None:
         """Count all bytes of unknown storages that are in memory now as from before the step."""
-        self.base_nbytes += self._change_nbytes()  # nothing has been allocated since the step began
+        self.base_nbytes = self.counter.live(PLAIN) - self._known_nbytes  # nothing has been allocated since the step began
         self._settled = self.counter.allocations()
 
     def is_older(self, storage: torch.UntypedStorage) -> bool:
@@ -75,11 +72,6 @@ class Ledger:
     def is_counted(self, storage: torch.UntypedStorage) -> bool:
         """Whether the counter has counted a storage so far."""
         return self.counter.nbytes(storage._cdata) >= 0
-
-    @property
-    def open_nbytes(self) -> int:
-        """Unseen bytes that were allocated since the step began and are still there."""
-        return sum([unseen.nbytes for unseen in self._open])
 
     def identified(self, key: int, beyond_nbytes: int = 0) -> None:
         """A storage that `born` has added has become known only now: subtract it from the unknown bytes from before the step.
@@ -94,20 +86,25 @@ class Ledger:
         for i, unseen in reversed(list(enumerate(self._open))):
             if unseen.born_at in points and 0 < nbytes <= unseen.nbytes:
                 self._open[i] = unseen._replace(nbytes=unseen.nbytes - nbytes)
+                self.open_nbytes -= nbytes
                 return unseen.born_at
         return None
 
     def ran(self, now: int) -> None:
         """The op at the point `now` has ended, and its known outputs were added. Other new bytes are unseen ones."""
-        change = self._change_nbytes()
+        change = self.counter.live(PLAIN) - self._known_nbytes - self.base_nbytes - self.open_nbytes
         if change > 0:
-            self._open.append(Unseen(change, now, None))
+            self._opens(change, now)
+
+    def _opens(self, nbytes: int, at: int) -> None:
+        self._open.append(Unseen(nbytes, at, None))
+        self.open_nbytes += nbytes
 
     def note(self, now: int) -> None:
         """An op is about to run at the point after `now`: find unseen bytes that were allocated or freed since the last op."""
-        change = self._change_nbytes()
+        change = self.counter.live(PLAIN) - self._known_nbytes - self.base_nbytes - self.open_nbytes
         if change > 0:
-            self._open.append(Unseen(change, now + 1, None))
+            self._opens(change, now + 1)
         if change >= 0:
             return
         change += self.end(-change, now)
@@ -128,16 +125,17 @@ class Ledger:
             if part < newest.nbytes:
                 self._open.append(newest._replace(nbytes=newest.nbytes - part))
             left -= part
+        self.open_nbytes -= nbytes - left
         return nbytes - left
 
     def unseen(self) -> Iterable[Unseen]:
         """The bytes that no recorded op allocated."""
         base = Unseen(self.base_nbytes, BEFORE, None)
-        return (u for u in (base, *self._closed, *self._open) if u.nbytes and (u.freed_at is None or u.freed_at >= u.born_at))
+        return [u for u in (base, *self._closed, *self._open) if u.nbytes and (u.freed_at is None or u.freed_at >= u.born_at)]
 
 
 class Marks:
-    """A context for each op that measures its workspace: its peak bytes minus the bytes that are left after it.
+    """Measures the workspace of each op, between `begins` and `ends`: its peak bytes minus the bytes that are left after it.
 
     A rise between two ops counts as workspace of the first one. `workspaces`: index of an op -> bytes.
     """
@@ -149,18 +147,15 @@ class Marks:
         self._frees = False
         self.workspaces: dict[int, int] = {}
 
-    def __call__(self, index: int, frees: bool = False) -> Marks:
-        """The context of the op `index`. `frees`: bytes that it frees do not count as in memory at its point."""
-        if self._index >= 0:
-            self._count_rise()
+    def begins(self, index: int, frees: bool = False) -> None:
+        """The op `index` is about to run. `frees`: bytes that it frees do not count as in memory at its point."""
+        rose = self._peak(*self._of_window) - self._left
+        if rose > self.workspaces.get(self._index, 0) and self._index >= 0:
+            self.workspaces[self._index] = rose
         self._index, self._frees = index, frees
-        return self
-
-    def __enter__(self) -> Marks:
         self._began = self._reset(*self._of_window)
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def ends(self) -> None:
         peak = self._peak(*self._of_window)
         self._left = self._reset(*self._of_window)
         self.workspaces[self._index] = max(0, peak - (self._left if self._frees else max(self._left, self._began)))

@@ -19,6 +19,10 @@ class Flops:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[OpOverload, Callable[..., Any] | None]] = {}
+        self.without: set[int] = set()
+        """Identities of known ops that have no formula."""
+        self._of_shapes: dict[tuple[Any, ...], int] = {}
+        """Identity of an op, and the shapes of a call -> its operations."""
 
     def of(self, func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
         """The operations of one call; 0 if there is no formula."""
@@ -27,11 +31,20 @@ class Flops:
             entry = self._known[id(func)] = func, flop_registry.get(func._overloadpacket)
         formula: Any = entry[1]
         if formula is None:
+            self.without.add(id(func))
             return 0
         if getattr(formula, "__code__", None) is not _OF_SHAPES:
             return int(formula(*args, **kwargs, out_val=out))
+        shapes, result = [_shape(value) for value in args], _shape(out)
+        key = (id(func), repr(shapes), repr(result)) if not kwargs else None
+        known = None if key is None else self._of_shapes.get(key)
+        if known is not None:
+            return known
         named = {name: _shape(value) for name, value in kwargs.items()}
-        return int(formula.__wrapped__(*[_shape(value) for value in args], **named, out_shape=_shape(out)))
+        flops = int(formula.__wrapped__(*shapes, **named, out_shape=result))
+        if key is not None:
+            self._of_shapes[key] = flops
+        return flops
 
 
 def _shape(value: Any) -> Any:

@@ -43,12 +43,17 @@ _FORMULAS: dict[OpOverload, tuple[OpOverload, frozenset[str]]] = {
     _ATEN.put.default: (_ATEN.put_.default, frozenset({"TakeBackward0"})),
 }
 """Op -> (the in-place op, the nodes whose formulas call it on zeros that they have just made)."""
-_NAMES = {func._name for func in _FORMULAS}
-"""The identities of these ops, because hashing an overload runs Python code."""
+_NAMES = frozenset(func._name for func in (_ADD, *_FORMULAS))
+"""The names of these ops, because hashing an overload runs Python code."""
 
 
 class InPlace:
-    """Decides which op runs instead of an op of backward. Close it when the step is over."""
+    """Decides which op runs instead of an op of backward. Close it when the step is over.
+
+    names: names of the ops that others may run instead of.
+    """
+
+    names = _NAMES
 
     def __init__(self) -> None:
         self._native = loaded()
@@ -58,7 +63,7 @@ class InPlace:
 
     def op(self, func: OpOverload, args: tuple[Any, ...]) -> OpOverload:
         """The op to run instead of `func`, on the same arguments; `func` itself if torch would not write in place."""
-        if self._handle is None or (func is not _ADD and func._name not in _NAMES) or torch.is_grad_enabled():
+        if self._handle is None or func._name not in self.names or torch.is_grad_enabled():
             return func
         node = current_node()
         if node is None:

@@ -13,11 +13,11 @@ import ctypes
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -34,8 +34,25 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler would w
 _MARK = "memopt#"
 
 
-def _profiler_mark(index: int, frees: bool = False) -> Any:
-    return record_function(f"{_MARK}{index}")
+class OpMarks(Protocol):
+    """Is told when each op begins and ends, to measure what the op allocates."""
+
+    def begins(self, index: int, frees: bool = False) -> None:
+        """The op `index` is about to run. `frees`: it is a hook that frees (gathered.py)."""
+
+    def ends(self) -> None:
+        """It has ended."""
+
+
+class _ProfilerMarks:
+    """Spans in the profile."""
+
+    def begins(self, index: int, frees: bool = False) -> None:
+        self._span = record_function(f"{_MARK}{index}")
+        self._span.__enter__()
+
+    def ends(self) -> None:
+        self._span.__exit__(None, None, None)
 
 
 @dataclass
@@ -46,15 +63,14 @@ class AllocatorEvents:
     profiled: whether torch's profiler measured, not the native counter.
     peak_nbytes: peak above the bytes at the start of the block.
     workspaces: index of an op -> peak bytes of the op minus the bytes that are left after it.
-    mark: `mark(index)` is the context that each op must run in; `mark(index, True)` is that for a hook that frees
-        (gathered.py).
+    marks: must be told of each op.
     """
 
     available: bool = True
     profiled: bool = False
     peak_nbytes: int = 0
     workspaces: dict[int, int] = field(default_factory=dict)
-    mark: Callable[..., Any] = _profiler_mark
+    marks: OpMarks = field(default_factory=_ProfilerMarks)
 
 
 class TimedOps:
@@ -152,7 +168,7 @@ def _counted(counts: Counter, whole: Window, ops: Window) -> Iterator[AllocatorE
     """Measure with the native counter. `whole`: its window for the block; `ops`: its window for single ops."""
     live_nbytes = whole.reset()
     marks = Marks(ops)
-    events = AllocatorEvents(mark=marks, workspaces=marks.workspaces)
+    events = AllocatorEvents(marks=marks, workspaces=marks.workspaces)
     try:
         yield events
     finally:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from lightning_memopt.graph.model import BEFORE, Kind, Phase
 
@@ -46,14 +45,6 @@ class SeenTensor:
             return self.windows
         return *self.windows, (self.open_at, end if self.freed_at is None else self.freed_at)
 
-    def fields(self, id: int, storage: int, end: int, held_until: int) -> tuple[Any, ...]:
-        """The fields of the graph's tensor, with its ids. `end`: last point of the step; `held_until`: last point at which
-        autograd holds it.
-        """
-        freed_at = end if self.freed_at is None else max(self.freed_at, held_until)
-        own = self.name, self.nbytes, self.kind, storage, self.born_at, freed_at, self.dtype, self.size
-        return id, *own, self.intervals(end) if self.open_at is not None else self.windows
-
 
 @dataclass(slots=True)
 class SeenOp:
@@ -73,15 +64,6 @@ class SeenOp:
     state_nbytes: int
     at: int
     unrebuilt: tuple[int, ...] = ()
-
-    def fields(self, id: int, ids: Mapping[int, int], seconds: float, recomputable: bool) -> tuple[Any, ...]:
-        """The fields of the graph's op, with its ids."""
-        return (
-            id, self.name, self.phase, tuple(map(ids.__getitem__, self.inputs)), tuple(map(ids.__getitem__, self.outputs)),
-            tuple([(ids[a], ids[b]) for a, b in self.mutates]) if self.mutates else (), seconds, self.workspace_nbytes,
-            self.flops, self.scope, self.heavy, recomputable, self.state_nbytes, self.at,
-            tuple(map(ids.__getitem__, self.unrebuilt)),
-        )  # fmt: skip
 
 
 @dataclass(slots=True)

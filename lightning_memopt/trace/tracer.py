@@ -8,7 +8,7 @@ their use counts (user_held.py). This shows how long *user code* held them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from operator import attrgetter
@@ -24,16 +24,16 @@ from lightning_memopt.graph.model import Kind, Phase
 from lightning_memopt.native import Counter
 from lightning_memopt.native.engine import hiding, maker
 from lightning_memopt.record import OpRecord, Origin, Recorder, StorageVersion, fills, storage_id, uncompiled, written_by
-from lightning_memopt.torch_private import OpOverload, storage_address
+from lightning_memopt.torch_private import OpOverload, storage_address, storage_of_weak
 from lightning_memopt.trace.backwards import Backwards, backward_runs
 from lightning_memopt.trace.building import graph_of
 from lightning_memopt.trace.counted import Ledger
 from lightning_memopt.trace.flops import Flops
 from lightning_memopt.trace.lines import user_line
 from lightning_memopt.trace.lingering import Lingering
-from lightning_memopt.trace.memory import TimedOps
+from lightning_memopt.trace.memory import OpMarks, TimedOps
 from lightning_memopt.trace.seen import SeenOp, SeenSave, SeenTensor
-from lightning_memopt.trace.user_held import UserHeld
+from lightning_memopt.trace.user_held import ALONE, UserHeld
 
 _UNSEEN = -1
 """Id of the memory that Python does not know. Versions have ids from 0."""
@@ -88,8 +88,8 @@ class Tracer:
         self.tensors: dict[int, SeenTensor] = {}
         self.saves: dict[int, SeenSave] = {}
         self.lines: dict[int, str] = {}
-        self.marks: Callable[..., Any] | None = None
-        self._open: Any = None
+        self.marks: OpMarks | None = None
+        self._open: OpMarks | None = None
         self._began = 0.0
         self._alive: dict[int, _Watch] = {}
         self._dies: Callable[[_Watch], None] = self._death
@@ -115,13 +115,12 @@ class Tracer:
 
     # -- told by the recorder ----------------------------------------------------------------------
 
-    @property
-    def number(self) -> int:
-        """The id of the next op."""
-        return len(self.ops)
-
     def begin(self, func: OpOverload) -> None:
-        self.poll()
+        held = self._user_held
+        if held.together or held.lonely(held.alone, ALONE):
+            self._are_released(held.released())
+        if self._lingering.since:
+            self._polls_lingering()
         if self.ledger is not None:
             self.ledger.note(len(self.points) - 1)
         if self.forward_over and not (self.backward_ran and self.phase != "forward") and backward_runs():
@@ -132,17 +131,17 @@ class Tracer:
         if self.timed is not None:
             self.timed.begin(index)
         if self.marks is not None:
-            self._open = self.marks(index)
-            self._open.__enter__()
+            self._open = self.marks
+            self._open.begins(index)
         self._began = perf_counter()
 
     def ran(self) -> None:
         self._seconds = perf_counter() - self._began
         if self.timed is not None:
             self.timed.end()
-        mark, self._open = self._open, None
-        if mark is not None:
-            mark.__exit__(None, None, None)
+        marks, self._open = self._open, None
+        if marks is not None:
+            marks.ends()
 
     def end(self, record: OpRecord, args: tuple, kwargs: dict, out: Any) -> None:
         func, rule, made, mutates, tensors = record.func, record.rule, record.made, record.mutates, self.tensors
@@ -152,15 +151,18 @@ class Tracer:
         if forward and record.recomputable:  # only these ops run again
             self.lines[len(self.ops)] = user_line()
         inputs = tuple(map(_id_of, record.reads))
-        for id in inputs:
-            if id not in tensors:
+        for tensor in inputs:
+            if tensor not in tensors:
                 inputs = tuple(dict.fromkeys(map(self._reads, record.reads)))
                 break
         if phase == "backward" and rule.writes and not backward_runs() and self._writes_parameter(record, args, kwargs):
             self.written = True
         outputs: tuple[int, ...] = ()
+        unrebuilt = outputs
         if made:
             outputs = tuple([version.id for version, _ in made])
+            if made[-1][0].index >= rule.makes:
+                unrebuilt = tuple([version.id for version, _ in made if version.index >= rule.makes])
             label = f"{scope}:{name}"
             for version, t in made:
                 dtype, size = (_name_of(t.dtype), tuple(t.shape)) if fills(t) else ("", ())
@@ -171,13 +173,12 @@ class Tracer:
             outputs += tuple([id for _, id in written])
             for old, new, _ in mutates:
                 self._overwritten(old, new, f"{scope}:{name}", now)
-        flops = self._flops.of(func, args, kwargs, out)
+        flops = 0 if id(func) in self._flops.without else self._flops.of(func, args, kwargs, out)
         workspace = 0 if self.timed is None else self.timed.beyond_left_nbytes
         state_nbytes = self._state_nbytes if rule.handling == "random" else 0
         self.states_nbytes += state_nbytes
         heavy, recomputable = rule.heavy and flops > 0, record.recomputable and forward
         of_op = name, phase, inputs, outputs, written, self._seconds, workspace, flops, scope, heavy, recomputable, state_nbytes
-        unrebuilt = tuple([version.id for version, _ in made if version.index >= rule.makes])
         self.ops.append(self._op(*of_op, now, unrebuilt))
         if self.ledger is not None:
             self.ledger.ran(now)
@@ -199,7 +200,7 @@ class Tracer:
         self.uncounted_nbytes -= self._uncounted.pop(key, 0)
         if self.ledger is not None:
             self.ledger.died(key)
-        if storage is not None:
+        if storage is not None and self.counter is not None and (self.ledger is None or not self.ledger.born(key, storage)):
             self._count(key, storage)
 
     def _reads(self, version: StorageVersion) -> int:
@@ -323,13 +324,13 @@ class Tracer:
     def counts(self, key: int, storage: torch.UntypedStorage) -> None:
         """Count a storage as live until it is freed."""
         self.live_nbytes += self.tensors[key].nbytes
-        self._count(key, storage)
+        if self.counter is not None and (self.ledger is None or not self.ledger.born(key, storage)):
+            self._count(key, storage)
         watch = self._alive[key] = _Watch(storage, self._dies)
         watch.key = key
 
     def _count(self, key: int, storage: torch.UntypedStorage) -> None:
-        if self.ledger is not None:
-            self.ledger.born(key, storage)
+        """Add a storage to those that the counter does not count, if it does not."""
         if self.counter is not None and on_host(storage.device) and not self.counter.counts(storage):
             self._uncounted[key] = storage.nbytes()
             self.uncounted_nbytes += self._uncounted[key]
@@ -345,7 +346,12 @@ class Tracer:
         size: tuple[int, ...] = (),
         has_bytes: bool = True,
     ) -> None:
-        nbytes = self._kind.allocated_nbytes(version.nbytes) if has_bytes and self._is_on_device(version) else 0
+        on_device = self._on_device.get(version.device)
+        if on_device is None:
+            on_device = self._on_device[version.device] = is_on(self.device, version.device)
+        nbytes = 0
+        if has_bytes and on_device:
+            nbytes = version.nbytes if self._kind.block_nbytes == 1 else self._kind.allocated_nbytes(version.nbytes)
         storage = version.id
         if version_of is not None and version_of.id in self.tensors:
             before = self.tensors[version_of.id]
@@ -362,18 +368,11 @@ class Tracer:
         if version_of is None:
             if at >= 0 and nbytes > self.largest_nbytes:
                 self.largest_nbytes = nbytes
-            alive = version.alive()
+            alive = storage_of_weak(version.weak)
             if alive is None:
                 self.live_nbytes += nbytes
             elif has_bytes:
                 self.counts(storage, alive)
-
-    def _is_on_device(self, version: StorageVersion) -> bool:
-        """Whether the bytes of a version are on the training device."""
-        known = self._on_device.get(version.device)
-        if known is None:
-            known = self._on_device[version.device] = is_on(self.device, version.device)
-        return known
 
     @uncompiled
     def _death(self, watch: _Watch) -> None:
@@ -394,12 +393,18 @@ class Tracer:
 
     def poll(self) -> None:
         """Find tensors that only the engine still holds, because user code has released them since the last op."""
+        self._are_released(self._user_held.released())
+        if self._lingering.since:
+            self._polls_lingering()
+
+    def _are_released(self, ids: Iterable[int]) -> None:
         now = len(self.points) - 1
-        for id in self._user_held.released():
+        for id in ids:
             if self.tensors[id].freed_at is None:
                 self.tensors[id].freed_at = now
-        if self._lingering.since:
-            self._lingering.poll(now, len(self.ops), self._is_held)
+
+    def _polls_lingering(self) -> None:
+        self._lingering.poll(len(self.points) - 1, len(self.ops), self._is_held)
 
     def _is_held(self, version: StorageVersion) -> bool:
         return self._user_held.is_held(version, self.tensors[version.id].storage)
@@ -480,7 +485,10 @@ class Tracer:
         unseen = self.ledger.unseen() if self.ledger is not None else ()
         seen = [(OUTSIDE if u.born_at == BEFORE else _UNRECORDED, u) for u in unseen]
         seen += ((_LINGERS, u) for u in self._lingering.seen())
-        return {i: SeenTensor(name, u.nbytes, "temporary", i, u.born_at, u.freed_at) for i, (name, u) in enumerate(seen, first)}
+        rest, make = ("", (), (), None), self._tensor
+        return {
+            i: make(name, u.nbytes, "temporary", i, u.born_at, u.freed_at, *rest) for i, (name, u) in enumerate(seen, first)
+        }
 
 
 def _nothing(_: _Watch) -> None:

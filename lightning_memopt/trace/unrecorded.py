@@ -26,8 +26,14 @@ def unrecorded_op(tracer: Tracer, name: str, frees: bool = False) -> Iterator[No
     began = perf_counter()
     if tracer.timed is not None:
         tracer.timed.begin(index)
-    with contextlib.nullcontext() if tracer.marks is None else tracer.marks(index, frees):
+    marks = tracer.marks
+    if marks is not None:
+        marks.begins(index, frees)
+    try:
         yield
+    finally:
+        if marks is not None:
+            marks.ends()
     if tracer.timed is not None:
         tracer.timed.end()
         workspace_nbytes = tracer.timed.beyond_left_nbytes

@@ -6,47 +6,52 @@ read, which takes time in proportion to the number of tensors that user code hol
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import OWN_COUNT, StorageVersion, storage_id
 from lightning_memopt.torch_private import storage_use_count
 
-_ALONE = OWN_COUNT + 1
+ALONE = OWN_COUNT + 1
 """The use count of a storage that only one tensor, the engine's, holds."""
 
 
 class UserHeld:
-    """The versions of one forward that user code holds, and all versions on their storages."""
+    """The versions of one forward that user code holds, and all versions on their storages.
+
+    alone: the watched versions that are the only ones on their storages, by id.
+    together: the other watched versions, each with all versions on its storage, by id.
+    lonely: `lonely(alone, ALONE)` gives the ids of those of `alone` that only the engine still holds.
+    """
 
     def __init__(self) -> None:
-        self._native = loaded()
+        native = loaded()
+        self.lonely: Callable[[dict[int, StorageVersion], int], list[int]] = _lonely if native is None else native.lonely
         self._first: dict[int, StorageVersion] = {}
         self._all: dict[int, list[StorageVersion]] = {}
         """For each storage: its first version, and a list of all its versions if there are several."""
-        self._alone: dict[int, StorageVersion] = {}
-        """The watched versions that are the only ones on their storages, by id; the others are in `_together`."""
-        self._together: dict[int, tuple[StorageVersion, list[StorageVersion]]] = {}
+        self.alone: dict[int, StorageVersion] = {}
+        self.together: dict[int, tuple[StorageVersion, list[StorageVersion]]] = {}
 
     def born(self, version: StorageVersion, storage: int, watched: bool) -> None:
         """Add a version of the storage with this id. `watched`: watch until it is released."""
         first = self._first.setdefault(storage, version)
         if first is version:
             if watched:
-                self._alone[version.id] = version
+                self.alone[version.id] = version
             return
         versions = self._all.setdefault(storage, [first])
         versions.append(version)
         if watched:
-            self._together[version.id] = version, versions
-        if self._alone.pop(first.id, None) is not None:
-            self._together[first.id] = first, versions
+            self.together[version.id] = version, versions
+        if self.alone.pop(first.id, None) is not None:
+            self.together[first.id] = first, versions
 
     def forget(self, ids: Iterable[int]) -> None:
         """Stop watching these versions."""
         for id in ids:
-            if self._alone.pop(id, None) is None:
-                self._together.pop(id, None)
+            if self.alone.pop(id, None) is None:
+                self.together.pop(id, None)
 
     def handed_over(self, version: StorageVersion, storage: int) -> None:
         """Another version of the storage replaces this one; the engine may hold both."""
@@ -56,16 +61,10 @@ class UserHeld:
 
     def released(self) -> list[int]:
         """Ids of the watched versions that only the engine still holds. Stops watching them."""
-        native, ids = self._native, list[int]()
-        # copies: the garbage collector may run in the loops and free storages
-        if native is not None:
-            ids = native.lonely(self._alone, _ALONE)
-        else:
-            for version in tuple(self._alone.values()):
-                if version.holding.value is not None and storage_use_count(version.weak) <= _ALONE:
-                    ids.append(version.id)
-        if self._together:
-            pairs = tuple(self._together.values())
+        ids = self.lonely(self.alone, ALONE)
+        if self.together:
+            # a copy: the garbage collector may run in the loop and free storages
+            pairs = tuple(self.together.values())
             ids += [v.id for v, others in pairs if v.holding.value is not None and not _is_held(v, others)]
         if ids:
             self.forget(ids)
@@ -78,8 +77,13 @@ class UserHeld:
     def clear(self) -> None:
         self._first.clear()
         self._all.clear()
-        self._alone.clear()
-        self._together.clear()
+        self.alone.clear()
+        self.together.clear()
+
+
+def _lonely(versions: dict[int, StorageVersion], alone: int) -> list[int]:
+    # a copy: the garbage collector may run in the loop and free storages
+    return [v.id for v in tuple(versions.values()) if v.holding.value is not None and storage_use_count(v.weak) <= alone]
 
 
 def _is_held(version: StorageVersion, on_storage: list[StorageVersion]) -> bool:

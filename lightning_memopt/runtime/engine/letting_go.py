@@ -31,7 +31,7 @@ def step_ended(engine: ObservingEngine) -> None:
     """
     with engine.lock:
         versions = list(engine.tape.versions.values())
-        if not any(version.holding.handles for version in versions):
+        if not any([version.holding.handles for version in versions]):
             return
         engine.needed = engine.surplus.needed()
         for version in versions:

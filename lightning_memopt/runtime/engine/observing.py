@@ -27,7 +27,7 @@ from lightning_memopt.runtime.engine.holding import Claim, Holdings, Version, re
 from lightning_memopt.runtime.engine.naming import Names
 from lightning_memopt.runtime.engine.rebuild import checksum, closure, compare, rebuild
 from lightning_memopt.runtime.engine.starts import Starts
-from lightning_memopt.runtime.engine.surplus import Bound, Pace, Surplus
+from lightning_memopt.runtime.engine.surplus import BEYOND_PLAIN, Bound, Pace, Surplus
 from lightning_memopt.runtime.engine.units import Units
 
 _EMPTY, _EXTERNAL = Origin.EMPTY, Origin.EXTERNAL
@@ -189,15 +189,19 @@ class ObservingEngine(Engine):
 
     def keep_to_bound(self) -> None:
         """If the engine alone holds more bytes than an observed step may take, let go of some."""
-        if self.bound is None:
-            return
+        bound = self.bound
         most_nbytes = self.surplus.most_nbytes + self._states_nbytes
-        if not most_nbytes or most_nbytes <= self.bound.spare(most_nbytes):
+        if bound is None or not most_nbytes:
+            return
+        plain_nbytes = bound.unrebuilt() - most_nbytes  # as `Bound.spare` does; this runs for every op
+        if plain_nbytes > bound.plain_peak_nbytes:
+            bound.plain_peak_nbytes = plain_nbytes
+        if most_nbytes <= int(BEYOND_PLAIN * bound.plain_peak_nbytes):
             return
         if not self._pace.is_due(most_nbytes, len(self.tape.versions)):
             return
         nbytes, made_nbytes = self.surplus.nbytes()
-        spare_nbytes = self.bound.spare(made_nbytes) - self._states_nbytes
+        spare_nbytes = bound.spare(made_nbytes) - self._states_nbytes
         looks = nbytes > spare_nbytes
         if looks:
             nbytes = self._lose_down_to(spare_nbytes // 2, nbytes)  # room for more than one op
@@ -334,8 +338,8 @@ class ObservingEngine(Engine):
 
     def relieve(self, spare: Version | None = None) -> None:
         """Evict, but not `spare`, until live memory is below the limit or no version is left to evict."""
-        if self.pressure is not None and self.evictable:
-            pressure = self.pressure
+        pressure = self.pressure
+        if pressure is not None and self.evictable and pressure() > 0:
             self._evict_while(lambda: pressure() > 0, spare)
 
     def gives_way(self) -> bool:

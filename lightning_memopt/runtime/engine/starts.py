@@ -28,7 +28,7 @@ class Starts:
 
     def __init__(self, tape: Tape[Holding], lost: set[int] | None = None) -> None:
         self._tape = tape
-        self._on: dict[int, list[Version]] = {}
+        self.on: dict[int, list[Version]] = {}
         self._saved: list[Version] = []
         self._saved_nbytes = 0  # when the forward ended
         self._made_from: tuple[int, dict[int, list[int]]] = 0, {}
@@ -41,32 +41,32 @@ class Starts:
         """The forward, or a call of it, is over, and later writes are not part of it. From now on, until the next call of the
         model in this forward, no op is recorded, and no handle is made.
         """
-        self._on.clear()
+        self.on.clear()
         self._made_from = 0, {}
         self._saved = [version for version in self._tape.versions.values() if version.holding.handles > 0]
         self._saved_nbytes = _nbytes_of(self._saved)
         for version in self._tape.versions.values():
             holding = version.holding
             if holding.value is not None and (version.read or holding.handles > 0):
-                self._on.setdefault(storage_id(holding.value), []).append(version)
+                self.on.setdefault(storage_id(holding.value), []).append(version)
             elif holding.handles > 0 and not version.stale:
-                self._on.setdefault(version.weak, []).append(version)  # evicted; the user may still hold its memory
+                self.on.setdefault(version.weak, []).append(version)  # evicted; the user may still hold its memory
 
     def has(self, version: Version | None) -> bool:
         """Whether a version is among these versions."""
-        return version is not None and any(version is v for v in self._on.get(version.weak, ()))
+        return version is not None and any(version is v for v in self.on.get(version.weak, ()))
 
     def taken(self, t: torch.Tensor) -> Iterator[Version]:
         """The memory of `t` is about to be written: yields the versions on it whose bytes backward may still need. Each is
         yielded once, and the caller drops or copies it.
         """
-        versions = self._on.get(storage_id(t))
+        versions = self.on.get(storage_id(t))
         if versions is None:
             return
         wanting = [self._wanting(version) for version in versions]
-        if not any(wanting) and not any(version.holding.handles > 0 for version in versions):
+        if not any(wanting) and not any([version.holding.handles > 0 for version in versions]):
             return
-        del self._on[storage_id(t)]
+        del self.on[storage_id(t)]
         few = 2 * _nbytes_of(self._saved) < self._saved_nbytes
         for version, saved in zip(versions, wanting, strict=True):
             self._lose(version, {v.call.op for v in saved if v.call is not None} if few else self._reading(version, saved))
@@ -74,7 +74,7 @@ class Starts:
 
     def changed_unseen(self) -> None:
         """A rebuild was impossible: lose all versions that have changed since the forward."""
-        for versions in self._on.values():
+        for versions in self.on.values():
             for version in versions:
                 if not version.holding.intact:
                     self.lose(version)

@@ -12,7 +12,7 @@ from lightning_memopt.record import OWN_COUNT, Call, Origin, Tape, storage_id
 from lightning_memopt.runtime.engine.holding import Claim, Holding, Version, rebuildable
 from lightning_memopt.torch_private import storage_use_count
 
-_BEYOND_PLAIN = 0.08
+BEYOND_PLAIN = 0.08
 """Maximum bytes that an observed step takes in addition to those of the plain step, as a share of the plain step's peak so
 far.
 """
@@ -27,33 +27,34 @@ class Bound:
     live: returns the bytes that are in memory.
     unrebuilt: returns the bytes in memory, without those that were made by rebuilds or are copies for rebuilds.
     limit_nbytes: the limit of the step; None: only what a plain step takes limits it.
+    plain_peak_nbytes: what a plain step has taken so far, as far as it was looked at.
     """
 
     def __init__(self, live: Callable[[], int], unrebuilt: Callable[[], int], limit_nbytes: int | None) -> None:
         self._live = live
-        self._unrebuilt = unrebuilt
+        self.unrebuilt = unrebuilt
         self._limit_nbytes = limit_nbytes
-        self._plain_peak_nbytes = 0
+        self.plain_peak_nbytes = 0
 
     def spare(self, surplus_nbytes: int) -> int:
         """Bytes that may be in memory in addition to those of the plain step. `surplus_nbytes`: the surplus that the forward
         made and that is in memory now.
         """
-        self._plain_peak_nbytes = max(self._plain_peak_nbytes, self._unrebuilt() - surplus_nbytes)
-        return int(_BEYOND_PLAIN * self._plain_peak_nbytes)
+        self.plain_peak_nbytes = max(self.plain_peak_nbytes, self.unrebuilt() - surplus_nbytes)
+        return int(BEYOND_PLAIN * self.plain_peak_nbytes)
 
     def room(self, surplus_nbytes: int, stay: bool = False) -> int:
         """Bytes that may be taken, for a moment, in addition to those in memory. `stay`: they are to stay, for which a limit
         far above the plain step gives no room.
         """
-        plain = self.spare(surplus_nbytes) + self._plain_peak_nbytes
+        plain = self.spare(surplus_nbytes) + self.plain_peak_nbytes
         limit = 0 if self._limit_nbytes is None or (stay and not self.is_tight) else self._limit_nbytes
         return max(plain, limit) - self._live()
 
     @property
     def is_tight(self) -> bool:
         """Whether the step may have to evict tensors."""
-        return self._limit_nbytes is not None and self._limit_nbytes < 2 * self._plain_peak_nbytes
+        return self._limit_nbytes is not None and self._limit_nbytes < 2 * self.plain_peak_nbytes
 
 
 class Alone(NamedTuple):
@@ -70,6 +71,8 @@ class Pace:
 
     _VISITED_FOR_AN_OP = 16
     """Maximum number of starts and versions that are visited per op, on average."""
+    _COUNT = 64
+    """What a count takes beside its visits, as a number of visits."""
     _VISITED_AT_ONCE, _MOST_OPS_APART = 256, 64
     """While the surplus may grow with every op, the tape is searched every n ops: n is the number of its versions divided by
     the first number, but at most the second.
@@ -90,7 +93,7 @@ class Pace:
 
     def counted(self, starts: int, above_nbytes: int) -> None:
         """The surplus was counted. The next count comes later, or when there may be more than `above_nbytes`."""
-        self._counts_in = starts // self._VISITED_FOR_AN_OP
+        self._counts_in = (self._COUNT + starts) // self._VISITED_FOR_AN_OP
         self._counts_above_nbytes = above_nbytes
 
     def looked(self, found: bool, versions: int) -> None:
@@ -128,24 +131,36 @@ class Surplus:
 
     def alone(self) -> list[Version]:
         """The versions that only the engine holds. Autograd holds what it has saved."""
-        self._starts = {id: version for id, version in self._starts.items() if version.holding.value is not None}
-        self.most_nbytes = sum([version.nbytes for version in self._starts.values()])
-        on: dict[int, list[Version]] = {}
-        for version in self._starts.values():
-            if version.holding.value is not None:
-                on.setdefault(storage_id(version.holding.value), []).append(version)
-        return [
-            version
-            for storage, versions in on.items()
-            if storage_use_count(storage) <= OWN_COUNT + len(versions) and not any(v.holding.handles for v in versions)
-            for version in versions
-        ]
+        return [version for _, versions in self._alone() for version in versions]
+
+    def _alone(self) -> list[tuple[int, list[Version]]]:
+        """(storage, the starts on it) of those that only the engine holds. It runs for many ops of an observed step."""
+        starts, on, most_nbytes = dict[int, Version](), dict[int, list[Version]](), 0
+        for id, version in self._starts.items():
+            value = version.holding.value
+            if value is not None:
+                starts[id] = version
+                most_nbytes += version.nbytes
+                on.setdefault(storage_id(value), []).append(version)
+        self._starts, self.most_nbytes = starts, most_nbytes
+        alone = []
+        for storage, versions in on.items():
+            if storage_use_count(storage) <= OWN_COUNT + len(versions):
+                for version in versions:
+                    if version.holding.handles:
+                        break
+                else:
+                    alone.append((storage, versions))
+        return alone
 
     def nbytes(self) -> Alone:
         """Bytes of the storages that only the engine holds."""
-        on = {storage_id(version.holding.value): version for version in self.alone() if version.holding.value is not None}
-        made_nbytes = sum(version.nbytes for storage, version in on.items() if storage == version.weak)
-        return Alone(sum(version.nbytes for version in on.values()), made_nbytes)
+        nbytes = made_nbytes = 0
+        for storage, versions in self._alone():
+            nbytes += versions[-1].nbytes
+            if storage == versions[-1].weak:
+                made_nbytes += versions[-1].nbytes
+        return Alone(nbytes, made_nbytes)
 
     def needed(self) -> set[int]:
         """Ids of the versions from which a tensor that autograd saved, and that is not in memory, must be rebuilt."""

@@ -102,7 +102,7 @@ def with_updates(graph: Graph, finals: Iterable[Final]) -> Graph:
     freed_at: dict[int, int] = {}
     for t in graph.tensors:
         freed_at[t.storage] = max(t.freed_at, freed_at.get(t.storage, BEFORE))
-    end, last = len(graph.points), max((op.at for op in graph.ops if op.phase == "backward"), default=BEFORE)
+    end, last = len(graph.points), max([op.at for op in graph.ops if op.phase == "backward"], default=BEFORE)
     updates = []
     for f in finals:
         gradient = graph.tensors[f.gradient] if f.gradient != NEVER else None

@@ -17,13 +17,14 @@ from torch import nn
 from lightning_memopt.device.places import is_on, on_host
 from lightning_memopt.graph import CALL, Graph, Op
 from lightning_memopt.native import counter_of
-from lightning_memopt.native.counting import PLAIN
+from lightning_memopt.native.counting import ALL, PLAIN
 from lightning_memopt.native.engine import loaded, maker
 from lightning_memopt.record import (
     Recorder,
     around_compiled,
     around_dual_levels,
     before_backwards,
+    storage_id,
     uncompiled,
     watching_sizes,
 )
@@ -114,7 +115,7 @@ class Observation:
         self._aside: Recorder | None = None
         self._goes_on = self._backward_begun = False  # kinds of backwards that were seen to begin after the forward
         self._ungraded: list[tuple[nn.Parameter, int]] = []
-        self._counter = counter_of(device)
+        self._counter, self._native = counter_of(device), loaded()
         self._contexts = contextlib.ExitStack()
         self._metering = contextlib.ExitStack()
 
@@ -140,7 +141,7 @@ class Observation:
             engine.keep_to_bound()  # backward lets go of tensors at every op
             if engine.evictable:
                 engine.relieve()  # another model may run between the forward and its backward
-            return in_place.op(func, args)
+            return in_place.op(func, args) if func._name in in_place.names else func
 
         recorder.runs = runs
         engine.starts.lost = self._lost
@@ -167,7 +168,7 @@ class Observation:
         if self.meter and may_meter and on_host(self.device):
             self.events = self._metering.enter_context(metered_cpu())
             if self.events.available:
-                tracer.marks = self.events.mark
+                tracer.marks = self.events.marks
         self._contexts = contextlib.ExitStack()
         self._contexts.callback(in_place.close)
         self._goes_on = self._backward_begun = False
@@ -344,9 +345,10 @@ class Observation:
         tensors, because the inputs of an op may have to be rebuilt while its outputs are in memory.
         """
         assert self._round is not None and self.limit_nbytes is not None
-        live = self._live_nbytes()
+        tracer, counts = self._round[0], self._counter
+        live = self._live_nbytes() if counts is None else counts.live(ALL) + tracer.uncounted_nbytes
         self.peak_nbytes = max(self.peak_nbytes, live)
-        return live + _ROOM * self._round[0].largest_nbytes + self._gradients_to_come() - self.limit_nbytes
+        return live + _ROOM * tracer.largest_nbytes + self._gradients_to_come() - self.limit_nbytes
 
     def _live_nbytes(self) -> int:
         """Bytes that are in memory now, as a budget counts them; 0 after the step."""
@@ -366,7 +368,7 @@ class Observation:
 
     def _gradients_to_come(self) -> int:
         """Bytes that this backward will add: the gradients of parameters that have none yet."""
-        native = loaded()
+        native = self._native
         nbytes: int | None = None if native is None else native.ungraded_nbytes(self._ungraded)
         if nbytes is not None:
             return nbytes
@@ -377,7 +379,7 @@ class Observation:
         """An op is about to write to the memory of `t`, which earlier forwards of this step may have read."""
         for ref in self._engines:
             engine = ref()
-            if engine is not None:
+            if engine is not None and storage_id(t) in engine.starts.on:
                 engine.writes(t)
 
     def _end_round(self) -> None:

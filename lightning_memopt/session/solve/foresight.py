@@ -9,7 +9,7 @@ loop that have not run yet: no budget is refused because of them, but the budget
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,6 +21,7 @@ from lightning_memopt.graph import BEFORE, Graph, Op, Point, Tensor, resident_te
 from lightning_memopt.graph.model import Kind
 from lightning_memopt.live_objects import live_objects
 from lightning_memopt.native import counter_of
+from lightning_memopt.native.engine import maker
 from lightning_memopt.plan import Machine
 from lightning_memopt.record import parameters_of
 from lightning_memopt.session import times
@@ -186,12 +187,20 @@ def with_update(graph: Graph, update: Update, made_nbytes: int = 0) -> Graph:
     """
     end = len(graph.points)
     last = end - 1
-    own = list(itertools.takewhile(lambda op: op.phase == "update", reversed(graph.ops)))
-    begins = own[-1].at if own else end
+    begins = end
+    for op in reversed(graph.ops):
+        if op.phase != "update":
+            break
+        begins = op.at
     # tensors that the step's own update made are state or temporary; only the others live until the new update ends
     left = [t for t in graph.tensors if t.freed_at == last and t.born_at >= begins]
-    made_nbytes = min(made_nbytes, sum(t.nbytes for t in left))
-    tensors = [dataclasses.replace(t, freed_at=end) if t.freed_at == last and t.born_at < begins else t for t in graph.tensors]
+    made_nbytes = min(made_nbytes, sum([t.nbytes for t in left]))
+    tensors, make = list(graph.tensors), maker(Tensor)
+    for t in graph.tensors:
+        if t.freed_at == last and t.born_at < begins:  # without `replace`, which calls four functions of Python
+            values = list(_values_of(t))
+            values[_FREED_AT] = end
+            tensors[t.id] = make(*values)
     requests = requests_for(graph.device, update.beside)
     added: tuple[tuple[str, Kind, Sequence[int], int], ...] = (
         ("made by update", "optimizer_state", update.state, BEFORE),
@@ -215,6 +224,10 @@ def with_update(graph: Graph, update: Update, made_nbytes: int = 0) -> Graph:
     saves = tuple(dataclasses.replace(s, released_at=end) if s.released_at == last else s for s in graph.saves)
     points = (*graph.points, Point("op", op.id))
     return dataclasses.replace(graph, ops=(*graph.ops, op), tensors=tuple(tensors), saves=saves, points=points)
+
+
+_FIELDS = [field.name for field in dataclasses.fields(Tensor)]
+_values_of, _FREED_AT = operator.attrgetter(*_FIELDS), _FIELDS.index("freed_at")
 
 
 def with_early_updates(graph: Graph, updates: Sequence[tuple[int, Sequence[int]]]) -> Graph:
@@ -253,7 +266,7 @@ def with_earlier_rounds(graph: Graph) -> Graph:
 
 def begins_with_gradients(graph: Graph) -> bool:
     """Whether gradients are in memory when the step of this graph begins."""
-    return any(t.kind == "gradient" and t.born_at == BEFORE and t.nbytes for t in graph.tensors)
+    return bool([t for t in graph.tensors if t.kind == "gradient" and t.born_at == BEFORE and t.nbytes])
 
 
 def at_worst(graph: Graph) -> Graph:

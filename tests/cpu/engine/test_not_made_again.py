@@ -230,13 +230,13 @@ def slopes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stepped]:
     """The step of `Slopes`."""
     for op in (torch.ops.memopt_not_made_again.normed.default, torch.ops.aten.native_layer_norm.default):
         monkeypatch.setitem(rules._registered, op, rules.Rule("pure", makes=1))
-    for forget in (rules.rule_of.cache_clear, rules._known.clear):
+    for forget in (rules.rule_of.cache_clear, rules.KNOWN.clear):
         forget()
     with stepped(Slopes()) as step:
         yield step
     monkeypatch.undo()
     rules.rule_of.cache_clear()
-    rules._known.clear()
+    rules.KNOWN.clear()
 
 
 @pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_native)])

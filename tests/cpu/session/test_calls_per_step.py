@@ -29,7 +29,7 @@ PLACES = [
     (torch._C._autograd, "_saved_tensors_hooks_disable"),
     (torch._C._autograd, "_push_saved_tensors_default_hooks"),
 ]
-PLANNED, OBSERVED = 330, 40_000
+PLANNED, OBSERVED = 330, 20_000
 """Most calls of a step."""
 LISTENING = 120
 """Calls of a forward in a process that has imported a compiler: it asks how code is to be split that is compiled meanwhile."""
