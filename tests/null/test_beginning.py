@@ -93,6 +93,48 @@ def test_of_equal_blocks_that_of_the_segment_told_first_serves() -> None:
         assert allocator.reserved == kept * MIB, "the segment that serves stays"
 
 
+def test_a_full_segment_serves_first_or_last_once_its_gradient_is_freed() -> None:
+    """Nobody can tell when it serves: where a tensor comes into its hole, it stays, and the other segment goes, or not."""
+    full = segment(0, (4 * MIB, True), (16 * MIB, True), (20 * MIB, True))
+    other = segment(64 * MIB, (4 * MIB, False), (40 * MIB, True))
+    kinds: dict[int, Any] = {0: "gradient", 4 * MIB: "parameter", 20 * MIB: "optimizer_state", 68 * MIB: "parameter"}
+    wanted = [Wanted(0, 16 * MIB, "parameter"), Wanted(1, 20 * MIB, "optimizer_state"), Wanted(2, 40 * MIB, "parameter")]
+    beginning = Beginning([other, full], kinds)
+    assert beginning.orders == 2 and Beginning([other, full], kinds | {0: "buffer"}).orders == 1
+    kept = []
+    for order in range(2):
+        allocator = Allocator()
+        assert beginning.enter(allocator, wanted, (), order) == []
+        allocator.alloc("a", 4 * MIB)
+        for name in range(3):
+            allocator.free(name)
+        allocator.empty_cache()
+        kept.append(allocator.reserved // MIB)
+    assert kept == [44, 40], "the segment that serves stays"
+
+
+def test_the_order_with_the_higher_peak_counts() -> None:
+    """A step takes 4 MiB, from the hole of the one segment or of the other. Then the batch is freed beside the other hole, and
+    18 MiB have room there, or not.
+    """
+    step = Step(device="cuda")
+    weight, batch = step.given(16 * MIB), step.given(5 * MIB, "input")
+    (a,) = step.op(weight, batch, makes=(4 * MIB,), saves=("out",))
+    step.op(a, makes=(18 * MIB,))
+    graph = step.build(gradient=512)
+    graph = replace(graph, tensors=tuple(replace(t, freed_at=0) if t.id == batch else t for t in graph.tensors))
+    full = segment(0, (4 * MIB, True), (16 * MIB, True))
+    other = segment(64 * MIB, (4 * MIB, False), (5 * MIB, True), (11 * MIB, False))
+    kinds: dict[int, Any] = {0: "gradient", 4 * MIB: "parameter", 68 * MIB: "input"}
+    known = [segment(0, (4 * MIB, False), (16 * MIB, True)), other]
+    first, last = (
+        reserved(graph, keep_all(graph), beginning=Beginning(told, kinds)).peak_nbytes for told in (known, known[::-1])
+    )
+    assert last - first == 18 * MIB
+    for told in ([full, other], [other, full]):
+        assert reserved(graph, keep_all(graph), beginning=Beginning(told, kinds)).peak_nbytes == last
+
+
 def test_tensors_without_bytes_take_no_block() -> None:
     """A counter of steps is on the host; the graph says that it has no bytes on the device."""
     allocator = Allocator()

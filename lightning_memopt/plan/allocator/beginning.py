@@ -3,6 +3,9 @@
 Parameters and optimizer state stay where they are while a run lasts, each in the block that it got, beside whatever was freed
 since; what a later step reserves depends on the holes between them. In: the "segments" of `torch.cuda.memory._snapshot()`, and
 the tensors of the step by address. Blocks of private pools (CUDA graphs) serve nobody else: only their bytes count.
+
+Of segments that are full nobody can tell when they serve (device/segments.py asks by free blocks). Gradients that are freed
+before the next step leave room in them. So there are two orders then: these segments serve behind all others, or before them.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ class Beginning:
 
     segments: the one that serves a request first, where several could, comes first.
     kinds: address -> kind of the tensor there.
+    orders: the number of orders in which the segments may serve.
     """
 
     def __init__(self, segments: Iterable[Mapping[str, Any]], kinds: Mapping[int, Kind]) -> None:
@@ -54,26 +58,22 @@ class Beginning:
                 own.append(segment)
             else:
                 self._beside_nbytes += int(segment["total_size"])
-        moved = _by_order(own)
-        self._found: list[Found] = []
-        self._there: list[There] = []
-        for segment in own:
-            by = moved.get(int(segment["address"]), 0)
-            self._found.append(_found(segment, by))
-            held = (block for block in self._found[-1].blocks if block.requested)
-            self._there += [There(b.address, b.requested, kinds.get(b.address - by, "")) for b in held]
-        self._found.sort(key=lambda found: found.blocks[0].address)
-        self._there.sort(key=lambda there: there.address)
+        full = [segment for segment in own if _frees_gradients(segment, kinds)]
+        others = [segment for segment in own if segment not in full] if full else own
+        orders = ([*others, *full], [*full, *others]) if full else (own,)
+        self._orders = [_in_order(order, kinds) for order in orders]
+        self.orders = len(orders)
 
-    def enter(self, allocator: Allocator, wanted: Iterable[Wanted], unseen: Iterable[Wanted]) -> list[Wanted]:
+    def enter(self, allocator: Allocator, wanted: Iterable[Wanted], unseen: Iterable[Wanted], order: int = 0) -> list[Wanted]:
         """Put the segments into a fresh model, with each tensor in a block of its size, of its kind before others. Blocks
         without a tensor are freed: gradients and temporary tensors are made again in the step; but as many bytes stay as are
         `unseen`, which no tensor of the step takes (a library's workspace). Returns what has no block;
         tensors of 0 bytes (of another device) need none.
         """
-        allocator.enter(self._found, self._beside_nbytes)
+        segments, held = self._orders[order]
+        allocator.enter(segments, self._beside_nbytes)
         blocks: dict[tuple[int, Kind | str], list[There]] = {}
-        for there in reversed(self._there):
+        for there in reversed(held):
             blocks.setdefault((allocator.settings.rounded(there.requested), there.kind), []).append(there)
         missing = [w for w in wanted if w.nbytes and not self._takes(allocator, w, blocks, (w.kind,))]
         missing = [w for w in missing if not self._takes(allocator, w, blocks, _instead(w.kind))]
@@ -104,6 +104,32 @@ class Beginning:
                 allocator.rename(_name(free.pop()), wanted.name)
                 return True
         return False
+
+
+def _frees_gradients(segment: Mapping[str, Any], kinds: Mapping[int, Kind]) -> bool:
+    """Whether a segment is full, and will not be where gradients are freed."""
+    if segment.get("is_expandable") or any(block["state"] != _HELD for block in segment["blocks"]):
+        return False
+    address, found = int(segment["address"]), False
+    for block in segment["blocks"]:
+        found = found or kinds.get(address) == "gradient"
+        address += int(block["size"])
+    return found
+
+
+def _in_order(segments: Sequence[Mapping[str, Any]], kinds: Mapping[int, Kind]) -> tuple[list[Found], list[There]]:
+    """Segments that serve in this order, and the blocks that somebody holds, both by address."""
+    moved = _by_order(segments)
+    found: list[Found] = []
+    there: list[There] = []
+    for segment in segments:
+        by = moved.get(int(segment["address"]), 0)
+        found.append(_found(segment, by))
+        held = (block for block in found[-1].blocks if block.requested)
+        there += [There(b.address, b.requested, kinds.get(b.address - by, "")) for b in held]
+    found.sort(key=lambda segment: segment.blocks[0].address)
+    there.sort(key=lambda block: block.address)
+    return found, there
 
 
 def _instead(kind: Kind) -> tuple[Kind | str, ...]:

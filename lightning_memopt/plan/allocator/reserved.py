@@ -312,31 +312,36 @@ def reserved(
     beginning: Beginning | None = None,
 ) -> Reserved:
     """Carry out the history and planned steps of `lives`; the peaks are those of the planned steps. `beginning`: what a real
-    allocator has now takes the place of a history.
+    allocator has now takes the place of a history. If its segments may serve in several orders, the highest peaks count.
     """
     lives = tuple(lives)
-    allocator = Allocator(settings)
     planned = _planned(graph, lives, schedule or lower(graph, lives))
-    if beginning is None:
-        _history(graph, planned, allocator)
-    else:
-        _begin(graph, planned, allocator, beginning)
-    allocator.empty_cache()
-    allocator.reset_peaks()
-    for _ in range(_TURNS):
-        planned.run(allocator)
-    return Reserved(allocator.peak_reserved, allocator.peak_allocated, allocator.peak_requested)
+    peaks = []
+    for order in range(1 if beginning is None else beginning.orders):
+        allocator = Allocator(settings)
+        if beginning is None:
+            _history(graph, planned, allocator)
+        else:
+            _begin(graph, planned, allocator, beginning, order)
+        allocator.empty_cache()
+        allocator.reset_peaks()
+        for _ in range(_TURNS):
+            planned.run(allocator)
+        peaks.append((allocator.peak_reserved, allocator.peak_allocated, allocator.peak_requested))
+    return Reserved(*map(max, *peaks) if len(peaks) > 1 else peaks[0])
 
 
-def _begin(graph: Graph, planned: _Step, allocator: Allocator, beginning: Beginning) -> None:
-    """Enter what a real allocator has; what the step needs beside it is allocated."""
+def _begin(graph: Graph, planned: _Step, allocator: Allocator, beginning: Beginning, order: int) -> None:
+    """Enter what a real allocator has; what the step needs beside it is allocated. `order`: the number of an order of the
+    segments.
+    """
     own: list[Wanted] = []
     unseen: list[Wanted] = []
     for span in (*planned.resident, *planned.before):
         t = graph.tensors[span.name] if span.name < len(graph.tensors) else None
         wanted = Wanted(span.name, span.nbytes, "parameter" if t is None else t.kind)
         (unseen if t is not None and t.name == OUTSIDE else own).append(wanted)
-    for wanted in beginning.enter(allocator, own, unseen):
+    for wanted in beginning.enter(allocator, own, unseen, order):
         allocator.alloc(wanted.name, wanted.nbytes)
 
 
