@@ -103,7 +103,7 @@ class Row:
     @property
     def holds(self) -> bool:
         """Whether the prediction and the budget do."""
-        return abs(self.error) <= 0.03 and abs(self.allocated_error) <= 0.005 and not self.is_above
+        return abs(self.error) <= 0.03 and abs(self.allocated_error) <= 0.001 and not self.is_above
 
     def __str__(self) -> str:
         reserved, allocated = (
