@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
@@ -79,9 +80,10 @@ class Stepped:
         self._begin()
         if program is None:
             return self.loss()
-        self.engine = engine_of(program, sized, verify=verify, depot=self.depot)
-        self.deviation, self.rebuilt = self.engine.cursor.deviation, self.engine.rebuilt_ops
-        with PlannedRecording(self.engine, self.model):
+        engine = engine_of(program, sized, verify=verify, depot=self.depot)
+        self.engine = weakref.ref(engine)  # it is freed with the handles
+        self.deviation, self.rebuilt = engine.cursor.deviation, engine.rebuilt_ops
+        with PlannedRecording(engine, self.model):
             return self.loss()
 
     def outcome(self, loss: Tensor) -> list[Tensor]:
