@@ -98,7 +98,7 @@ def test_allocators_that_count_no_requests_and_those_that_have_not_begun(monkeyp
 def test_a_device_that_lacks_a_capability_is_refused_by_its_name(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is observed, whatever the budget. MPS keeps no statistics."""
     Answers(monkeypatch)
-    with pytest.raises(UnsupportedError, match="memory_stats of mps.*not implemented.*MEMOPT_DISABLE=1"):
+    with pytest.raises(UnsupportedError, match="memory_stats for mps.*not implemented.*MEMOPT_DISABLE=1"):
         budget_on(MPS, MemOptConfig(budget=budget))
     with pytest.raises(UnsupportedError, match="newer one"):
         monkeypatch.delattr(torch.accelerator, "get_memory_info")

@@ -28,7 +28,7 @@ from lightning_memopt.session.observe.costs import Costs
 from lightning_memopt.session.observe.observation import Observation
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.recompute.baselines import recompute_everything
-from lightning_memopt.trace import Tracer, memory
+from lightning_memopt.trace import memory, tracer
 from lightning_memopt.trace.memory import TimedOps
 from tests.cpu.lib.harness import assert_exact, outcome
 from tests.cpu.lib.inside import state_of
@@ -169,7 +169,7 @@ def test_ops_are_timed_by_events_and_what_nobody_knows_is_counted(monkeypatch: A
 def test_what_was_there_before_and_is_met_late_is_counted_once(older: bool, monkeypatch: Any) -> None:
     """Buckets of DDP: C++ holds them, and the recorder meets them in backward. What was made since is not part of the rest."""
     device = Device(monkeypatch)
-    monkeypatch.setattr(Tracer, "_is_on_device", lambda self, version: True)
+    monkeypatch.setattr(tracer, "is_on", lambda device, other: True)
     bucket = torch.ones(100)
     state = "active_allocated" if older else "inactive"
     device.blocks = [{"address": bucket.untyped_storage().data_ptr(), "state": state}]

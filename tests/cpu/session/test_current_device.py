@@ -14,7 +14,9 @@ import torch
 
 from lightning_memopt import MemOptConfig
 from lightning_memopt.device.places import current, is_on
+from lightning_memopt.graph import BEFORE
 from lightning_memopt.plan import Machine
+from lightning_memopt.record import Origin, StorageVersion, Tape
 from lightning_memopt.runtime import Learned
 from lightning_memopt.runtime.tiers.worker import Copy, Worker
 from lightning_memopt.session.observe import costs
@@ -131,8 +133,12 @@ def test_tensors_of_another_gpu_are_not_charged_to_the_budget() -> None:
     tensors = [(On(device), "parameter", "weight") for device in (ZERO, ZERO, ONE)]
     assert resident_nbytes(tensors, ZERO) == 2000  # type: ignore[arg-type]
     tracer = Tracer(ZERO, lambda: "")
-    on = [tracer._is_on_device(t) for t, _, _ in tensors]  # type: ignore[arg-type]
-    assert on == [True, True, False]
+    tape: Tape[Any] = Tape(lambda: None)
+    for i, (t, _, name) in enumerate(tensors):
+        version = StorageVersion(i, torch.empty(250), tape, Origin.EXTERNAL)
+        version.device = t.device
+        tracer._birth(version, name, BEFORE)
+    assert [seen.nbytes for seen in tracer.tensors.values()] == [1024, 1024, 0]
 
 
 def test_tensors_of_another_gpu_have_no_bytes_in_the_plan() -> None:
