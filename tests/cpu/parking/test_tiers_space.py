@@ -66,7 +66,7 @@ def test_what_was_not_taken_cannot_be_given_back() -> None:
     space.give(0, 600)
     with pytest.raises(ValueError, match="not taken"):
         space.give(0, 600)
-    with pytest.raises(ValueError, match="no piece"):
+    with pytest.raises(ValueError, match="not a piece"):
         space.take(0)
     assert space.used_nbytes == 512 and Space(0).take(1) is None
     with pytest.raises(ValueError):
