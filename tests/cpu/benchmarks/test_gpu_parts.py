@@ -201,7 +201,7 @@ def test_an_emulated_device_gives_no_results(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr(machine, "described", lambda: {"device": gpu.EMULATED})
     monkeypatch.setattr(runner, "run", lambda *_: pytest.fail("it ran"))
     assert gpu.main(["--out", str(RESULTS / "gpu")]) == 1
-    assert "no result" in capsys.readouterr().err
+    assert "not a result" in capsys.readouterr().err
 
 
 def test_the_summary_names_what_failed(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
