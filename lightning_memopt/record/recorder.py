@@ -235,15 +235,14 @@ class Recorder(Outside):
         before = [(storage_id(t), t._version) for t in targets] if each or (targets and capturing) else []
         if observer is not None:
             observer.begin(func)
-        given_way = False
-        try:
-            out = run(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            if rule.writes or rule.handling not in ("pure", "empty") or not self.owner.gives_way():
-                raise
-            given_way = True
-        if given_way:
-            out = self._runs_again(run, args, kwargs)
+        while True:
+            try:
+                out = run(*args, **kwargs)
+                break
+            except torch.OutOfMemoryError:  # below the budget, too, where no free block is large enough
+                # only an op that writes nothing and draws no random numbers: its first run has changed nothing
+                if rule.writes or rule.handling not in ("pure", "empty") or not self.owner.gives_way():
+                    raise
         if observer is not None:
             observer.ran()
         if each:
@@ -266,18 +265,6 @@ class Recorder(Outside):
         if capturing:
             self._recorded(record)
         return out
-
-    def _runs_again(self, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """The result of an op for which the device had no memory, and for which the owner has let go of bytes.
-        Only ops that write nothing and draw no random numbers do so: their first run has changed nothing. Memory can run out
-        below the budget, too, where no free block is large enough.
-        """
-        while True:
-            try:
-                return run(*args, **kwargs)
-            except torch.OutOfMemoryError:
-                if not self.owner.gives_way():
-                    raise
 
     def _capture_all(
         self, op: int, record: OpRecord, args: tuple, kwargs: dict, reads: list[StorageVersion], targets: list[torch.Tensor]

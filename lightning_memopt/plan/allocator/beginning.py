@@ -110,11 +110,12 @@ def _frees_gradients(segment: Mapping[str, Any], kinds: Mapping[int, Kind]) -> b
     """Whether a segment is full, and will not be where gradients are freed."""
     if segment.get("is_expandable") or any(block["state"] != _HELD for block in segment["blocks"]):
         return False
-    address, found = int(segment["address"]), False
+    address = int(segment["address"])
     for block in segment["blocks"]:
-        found = found or kinds.get(address) == "gradient"
+        if kinds.get(address) == "gradient":
+            return True
         address += int(block["size"])
-    return found
+    return False
 
 
 def _in_order(segments: Sequence[Mapping[str, Any]], kinds: Mapping[int, Kind]) -> tuple[list[Found], list[There]]:

@@ -135,7 +135,9 @@ class Surplus:
 
     def _alone(self) -> list[tuple[int, list[Version]]]:
         """(storage, the starts on it) of those that only the engine holds. It runs for many ops of an observed step."""
-        starts, on, most_nbytes = dict[int, Version](), dict[int, list[Version]](), 0
+        starts = dict[int, Version]()
+        on = dict[int, list[Version]]()
+        most_nbytes = 0
         for id, version in self._starts.items():
             value = version.holding.value
             if value is not None:

@@ -161,7 +161,9 @@ def template_of(engine: Any, record: OpRecord, versions: Versions) -> Template |
     versions that are not tensors of the plan. An op that cannot run again in this step has no template, either, because it
     may be able to in the next one.
     """
-    rule, call, naming = record.rule, record.call, _Naming(versions)
+    rule = record.rule
+    call = record.call
+    naming = _Naming(versions)
     if call is None or rule.conjugates:
         return None
     again = {id for _, id in call.made}
@@ -169,10 +171,10 @@ def template_of(engine: Any, record: OpRecord, versions: Versions) -> Template |
     new += [version for _, version, _ in record.mutates]
     if not all(version.holding.reachable or version.empty for version in new):
         return None
+    positions = _positions(record)
     statistics: frozenset[int] = frozenset()  # running statistics: the call does not have them, and they are not compared
     if rule.rewrite is not None:
-        statistics = frozenset(_positions(record).keys() - {version.id for version in record.reads})
-    positions = _positions(record)
+        statistics = frozenset(positions.keys() - {version.id for version in record.reads})
     try:
         named = naming.call(call)
         return engine.template(

@@ -70,7 +70,9 @@ def test_regions_and_eager_code_share_the_bytes_in_one_choice(seed: int) -> None
     """
     rng = random.Random(seed)
     regions = stages(rng)
-    saved, seconds, eager = 0, 0.0, [Eager(0, 0.0)]
+    saved = 0
+    seconds = 0.0
+    eager = [Eager(0, 0.0)]
     for _ in range(rng.randint(0, 6)):
         saved, seconds = saved + rng.randint(1, 200), seconds + rng.randint(0, 60)
         eager.append(Eager(saved, seconds))

@@ -73,7 +73,9 @@ def versions_of(planned: PlannedEngine) -> list[Any]:
 
 def moment_of(planned: PlannedEngine) -> Any:
     """What is held of the plan's tensors, and how far the plan is."""
-    tape, deviation, tracked = planned.tape, planned.cursor.deviation, planned.program.tracked
+    tape = planned.tape
+    deviation = planned.cursor.deviation
+    tracked = planned.program.tracked
     held = sorted(key for key, version in tape.versions.items() if version.holding.value is not None and key in tracked)
     handles = sum(version.holding.handles for key, version in tape.versions.items() if key in tracked)
     progress = planned.cursor.turn, planned.cursor.point, len(planned.rebuilt_ops)
