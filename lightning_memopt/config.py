@@ -50,8 +50,9 @@ class MemOptConfig:
             `p.grad`, weights or the optimizer's state between that backward and `optimizer.step()`; after it, `p.grad` is
             None. Plain loops must mark the last backward before a step by `with run.last_backward():`.
         profile_steps: number of real training steps that are observed before the plan is solved.
-        solver_seconds: time limit of the planner, in seconds of CPU time, so that a busy machine gets the same plans. After a
-            small plan is found, the search for faster ones lasts at most as long as 50 unmodified steps, but at least 1 second.
+        solver_seconds: time limit of the planner, in seconds of CPU time, so that a busy machine gets the same plans. If no
+            plan found by then keeps the budget, the search for small plans goes on. After they are found, the search for faster
+            ones lasts at most as long as 50 unmodified steps, but at least 1 second.
         headroom: bytes of the budget that the plan leaves free for memory that observed steps do not show.
         on_exceed: what to do if a planned step was measured above the budget, or no plan for a later step keeps it:
             `"replan"` (put a smaller plan in force), `"warn"` or `"raise"`. If no plan keeps the budget, the smallest plan is

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -120,7 +121,7 @@ class Steps:
 def planned() -> Iterator[tuple[Steps, Run]]:
     """Steps that are under a plan from now on, which rebuilds, parks, and encodes."""
     steps = Steps()
-    options: dict[str, Any] = {"budget": "min", "offload": "disk", "compress": "lossless"}
+    options: dict[str, Any] = {"budget": "min", "max_slowdown": math.inf, "offload": "disk", "compress": "lossless"}
     with fixed_rates(), optimize(steps.model, steps.optimizer, profile_steps=2, verbose=False, **options) as run:
         for _ in range(6):
             steps.step()

@@ -84,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
         objective=args.objective,
         limit_seconds=args.solver_seconds,
         budgets=() if wanted is None else (wanted,),
+        keep_nbytes=wanted,
         thorough=True,
         say=lambda s: print(s, file=sys.stderr),
     )

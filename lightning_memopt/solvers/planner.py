@@ -255,6 +255,7 @@ def solve(
     search_seconds: float = math.inf,
     dense: bool = False,
     budgets: Collection[int] = (),
+    keep_nbytes: int | None = None,
     thorough: bool = False,
     say: Progress = lambda _: None,
     detail: Progress = lambda _: None,
@@ -267,6 +268,8 @@ def solve(
     search_seconds: the part of the time limit that may be spent on faster plans after plans for few bytes are known.
     dense: whether to add plans between neighbours that are far apart.
     budgets: bytes for which a local search looks for plans.
+    keep_nbytes: a budget that must be kept. Until a plan keeps it, the search for plans for few bytes goes on, even when time
+        is up.
     thorough: whether the search takes several times as long. It then finds faster plans, or plans where none fitted before, and
         the bound is proven at many points.
     beside: a function that gives the bytes that a plan needs in other steps or calls at the same time.
@@ -285,8 +288,10 @@ def solve(
     late = _late_nbytes(graph)
     moments: list[bound.Moment] = []
 
-    def fill(plans: Iterable[tuple[str, tuple[Life, ...]]]) -> bool:
-        """Price these plans and add them to those made. Returns whether there was time for all."""
+    def fill(plans: Iterable[tuple[str, tuple[Life, ...]]], needed: Callable[[], bool] = lambda: False) -> bool:
+        """Price these plans and add them to those made. Returns whether there was time for all. `needed`: whether to go on
+        although time is up.
+        """
         for solver, lives in plans:
             try:
                 if lives not in known:  # a third of all plans is found by several solvers; the first one gets the credit
@@ -295,7 +300,7 @@ def solve(
             except LoweringError:
                 if not graph.windowed:  # in a sharded model this is usual: a chain may need weights of several units at once
                     detail(f"a plan of {solver} needs a tensor that cannot be made; left out")
-            if over():
+            if over() and not needed():
                 if end < began_clock + limit_seconds:
                     say(f"{len(made)} plans made; a longer search would take more time than it saves")
                 else:
@@ -305,6 +310,12 @@ def solve(
 
     def over() -> bool:
         return clock() > end
+
+    def fewest() -> Candidate:
+        return with_reserved(min(made, key=_smallest_budget), reserve)
+
+    def above() -> bool:
+        return keep_nbytes is not None and fewest().budget_nbytes > keep_nbytes
 
     def front() -> list[Candidate]:
         return _pareto(made, objective, overhead.rebuilt_op)
@@ -334,8 +345,8 @@ def solve(
 
     saves = any(s.unpacked_at and s.tensor in graph.producers for s in graph.saves)
     searched = held_at_boundaries(graph)
-    in_time = fill(_plain(graph)) and (not saves or fill(_smallest(searched)))
-    smallest = with_reserved(min(made, key=_smallest_budget), reserve)
+    in_time = fill(_plain(graph), above) and (not saves or fill(_smallest(searched), above))
+    smallest = fewest()
     if in_time and saves:
         searching_since = clock()
         end = min(end, searching_since + search_seconds)

@@ -151,6 +151,19 @@ def test_the_time_limit_holds_for_both_searches() -> None:
     assert frontier.cut_off and next(looks) <= 6 + len(frontier.candidates)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_budget_is_kept_though_time_is_up(seed: int) -> None:
+    """The search for few bytes goes on until a plan keeps the budget: on a slow machine, too, it is kept where it can be."""
+    graph = random_graph(seed)
+    smallest = planner.solve(graph).smallest_nbytes
+    looks = map(float, itertools.count())
+    late = partial(planner.solve, graph, limit_seconds=0.0, clock=partial(next, looks))
+    found = late(keep_nbytes=smallest)
+    assert found.smallest_nbytes == smallest and found.plan(smallest).predicted_peak_nbytes <= smallest
+    refused = late(keep_nbytes=smallest - 1)
+    assert refused.smallest_nbytes == smallest and not refused.cut_off, "none of these fits, and no other was left out"
+
+
 def test_the_smallest_plan_that_is_fast_enough() -> None:
     """No plan that takes at most these seconds is smaller. If only the unmodified step is fast enough, it is chosen."""
     chosen = set()

@@ -74,6 +74,7 @@ def frontier_of(
             limit_seconds=offloading.config.solver_seconds,
             search_seconds=worth(graph, offloading.config),
             budgets=() if limit_nbytes is None else (limit_nbytes,),
+            keep_nbytes=limit_nbytes,
             say=lambda line: say(f"MemOpt:   {line}"),
             detail=_detail if offloading.config.verbose else logs.silent,
             clock=times.current.solver_clock(thread_time),
