@@ -1,11 +1,12 @@
-"""The segments of the real allocator when a plan is made: the model of it starts from them, not from segments of its own.
+"""The segments that the real allocator has when a plan is made: the model starts from them instead of from empty memory.
 
-Parameters and optimizer state stay where they are while a run lasts, each in the block that it got, beside whatever was freed
-since; what a later step reserves depends on the holes between them. In: the "segments" of `torch.cuda.memory._snapshot()`, and
-the tensors of the step by address. Blocks of private pools (CUDA graphs) serve nobody else: only their bytes count.
+Parameters and optimizer state stay in their blocks for the whole run. Other blocks in their segments are freed meanwhile, and
+what a later step reserves depends on these holes. In: the "segments" of `torch.cuda.memory._snapshot()`, and the tensors of the
+step by address. Blocks of private pools (CUDA graphs) serve nobody else: only their bytes count.
 
-Of segments that are full nobody can tell when they serve (device/segments.py asks by free blocks). Gradients that are freed
-before the next step leave room in them. So there are two orders then: these segments serve behind all others, or before them.
+If several segments could serve a request, their order decides. It is not known for full segments, because device/segments.py
+finds the order by means of free blocks. Gradients that are freed before the next step make room in full segments. If there are
+such segments, two orders are tried: these segments serve after all others, or before all others.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _HELD = "active_allocated"
 
 @dataclass(frozen=True, slots=True)
 class There:
-    """A block that somebody holds. `requested`: bytes that it was asked for; a large block may have more. `kind`: of the tensor
-    in it; "" where it is not known.
+    """A block that somebody holds. `requested`: the bytes that were requested; a large block may have more. `kind`: the kind of
+    the tensor in it; "" if it is not known.
     """
 
     address: int
@@ -45,7 +46,7 @@ class Wanted:
 class Beginning:
     """The allocator as it was found.
 
-    segments: the one that serves a request first, where several could, comes first.
+    segments: in the order in which they serve a request that several of them could serve.
     kinds: address -> kind of the tensor there.
     orders: the number of orders in which the segments may serve.
     """
@@ -65,10 +66,11 @@ class Beginning:
         self.orders = len(orders)
 
     def enter(self, allocator: Allocator, wanted: Iterable[Wanted], unseen: Iterable[Wanted], order: int = 0) -> list[Wanted]:
-        """Put the segments into a fresh model, with each tensor in a block of its size, of its kind before others. Blocks
-        without a tensor are freed: gradients and temporary tensors are made again in the step; but as many bytes stay as are
-        `unseen`, which no tensor of the step takes (a library's workspace). Returns what has no block;
-        tensors of 0 bytes (of another device) need none.
+        """Put the segments into a fresh model, and each wanted tensor into a block of its size, preferably one of its kind.
+
+        Blocks without a tensor are freed: they have gradients and temporary tensors, which the step makes again. Of these
+        blocks, as many bytes stay as are `unseen`: bytes that belong to no tensor of the step (a library's workspace). Returns
+        the tensors that got no block. Tensors of 0 bytes (on another device) need none.
         """
         segments, held = self._orders[order]
         allocator.enter(segments, self._beside_nbytes)
@@ -84,7 +86,7 @@ class Beginning:
                 if there.requested <= nbytes and there.kind != "gradient":
                     nbytes -= there.requested
                     left.remove(there)
-            if nbytes >= MIN_BLOCK_NBYTES:  # less than a block is what the sum of their bytes was rounded up by
+            if nbytes >= MIN_BLOCK_NBYTES:  # less than a block comes from rounding up the sum of their bytes
                 missing.append(Wanted(w.name, nbytes, w.kind))
         for there in left:
             allocator.free(_name(there))
@@ -97,7 +99,7 @@ class Beginning:
         blocks: dict[tuple[int, Kind | str], list[There]],
         kinds: Iterable[Kind | str],
     ) -> bool:
-        """Give a tensor a block of one of these kinds; False where there is none."""
+        """Give a tensor a block of one of these kinds; False if there is none."""
         size = allocator.settings.rounded(wanted.nbytes)
         for kind in kinds:
             if free := blocks.get((size, kind)):
@@ -107,7 +109,7 @@ class Beginning:
 
 
 def _frees_gradients(segment: Mapping[str, Any], kinds: Mapping[int, Kind]) -> bool:
-    """Whether a segment is full, and will not be where gradients are freed."""
+    """Whether a segment is full, and is no longer full after gradients are freed."""
     if segment.get("is_expandable") or any(block["state"] != _HELD for block in segment["blocks"]):
         return False
     address = int(segment["address"])
@@ -119,7 +121,7 @@ def _frees_gradients(segment: Mapping[str, Any], kinds: Mapping[int, Kind]) -> b
 
 
 def _in_order(segments: Sequence[Mapping[str, Any]], kinds: Mapping[int, Kind]) -> tuple[list[Found], list[There]]:
-    """Segments that serve in this order, and the blocks that somebody holds, both by address."""
+    """The segments, moved so that they serve in this order, and the blocks that somebody holds, both by address."""
     moved = _by_order(segments)
     found: list[Found] = []
     there: list[There] = []
@@ -134,7 +136,9 @@ def _in_order(segments: Sequence[Mapping[str, Any]], kinds: Mapping[int, Kind]) 
 
 
 def _instead(kind: Kind) -> tuple[Kind | str, ...]:
-    """Kinds of blocks that may hold a tensor of this kind, too: the batch and buffers are not always known by address."""
+    """Kinds of blocks that may hold a tensor of this kind, too: the addresses of the batch and of buffers are not always
+    known.
+    """
     return () if kind == "gradient" else ("", "input", "buffer", "temporary", "optimizer_state", "parameter")
 
 
@@ -143,8 +147,8 @@ def _name(there: There) -> tuple[str, int]:
 
 
 def _by_order(segments: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """Address of a segment -> by how much it is moved, so that addresses rise in this order: of equal blocks, the model takes
-    the lowest. Expandable segments stay, as there is one for each pool and stream.
+    """Address of a segment -> by how much it is moved. After the moves, addresses rise in the order of the segments, because
+    the model takes the lowest of equal blocks. Expandable segments stay, because there is only one for each pool and stream.
     """
     end = max((int(s["address"]) + int(s["total_size"]) for s in segments), default=0)
     moved: dict[int, int] = {}
@@ -156,13 +160,13 @@ def _by_order(segments: Sequence[Mapping[str, Any]]) -> dict[int, int]:
 
 
 def _found(segment: Mapping[str, Any], by: int) -> Found:
-    """A segment whose addresses are moved."""
+    """The segment with its addresses moved by `by`."""
 
     def placed() -> Iterator[Placed]:
         address = int(segment["address"]) + by
         for is_held, run in groupby(segment["blocks"], lambda block: block["state"] == _HELD):
             blocks = list(run)
-            for together in [[b] for b in blocks] if is_held else [blocks]:  # what streams still read counts as free
+            for together in [[b] for b in blocks] if is_held else [blocks]:  # blocks that streams still read count as free
                 nbytes = sum(int(b["size"]) for b in together)
                 requested = max(1, int(together[0].get("requested_size", nbytes))) if is_held else 0
                 yield Placed(address, nbytes, requested)

@@ -1,4 +1,4 @@
-"""The blocks of the allocator's model: parts of a segment, in order of address, and the pools of those that are free."""
+"""The blocks of the allocator's model, which are the parts of a segment in order of address, and the pools of free blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Block:
     stream: int
     pool: Pool
     base: int
-    """Where its segment begins."""
+    """The address at which its segment begins."""
     expandable: bool = False
     mapped: bool = True
     free: bool = True
@@ -21,7 +21,7 @@ class Block:
     previous: Block | None = None
     next: Block | None = None
     since: int = 0
-    """How many requests its pool had seen when it became free."""
+    """Number of requests that its pool had received when the block became free."""
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -33,7 +33,7 @@ class Block:
 
 
 class Pool:
-    """Free blocks by (stream, bytes, address), and the parts of expandable segments without memory by address."""
+    """Free blocks by (stream, bytes, address), and by address the parts of expandable segments that have no memory."""
 
     def __init__(self, small: bool) -> None:
         self.small = small
@@ -51,7 +51,7 @@ class Pool:
         del self.keys[bisect_left(self.keys, block.key)], self.at[block.address]
 
     def from_size(self, stream: int, nbytes: int) -> int:
-        """The position of the first block of the stream that is as large; that of the end where there is none."""
+        """The position of the stream's smallest block of at least `nbytes`; the position of the end if there is none."""
         i = bisect_left(self.keys, (stream, nbytes, -1))
         return i if i < len(self.keys) and self.keys[i][0] == stream else len(self.keys)
 
@@ -70,7 +70,7 @@ def cut(block: Block, nbytes: int) -> Block:
 
 
 def follow(last: Block | None, block: Block) -> Block:
-    """Let a block follow the last one of its segment. Returns it."""
+    """Append a block to its segment, after the block `last`. Returns it."""
     block.previous = last
     if last is not None:
         last.next = block
@@ -78,7 +78,7 @@ def follow(last: Block | None, block: Block) -> Block:
 
 
 def join(block: Block) -> None:
-    """Make one block of a free one, which is in no pool, and its free neighbours."""
+    """Join a free block, which is in no pool, with its free neighbours."""
     for other in (block.previous, block.next):
         if other is None or not other.free or other.mapped != block.mapped:
             continue
@@ -98,13 +98,15 @@ def join(block: Block) -> None:
 
 
 def reach(block: Block) -> int:
-    """The bytes of a block with what it can grow into."""
+    """The bytes of a block and of the part without memory into which it can grow."""
     following = block.next
     return block.nbytes + (following.nbytes if following is not None and not following.mapped else 0)
 
 
 def room(unmapped: Block, size: int) -> Block | None:
-    """Where `size` free bytes begin: at a part without memory, or at the free block before it."""
+    """The block at which `size` free bytes begin: the part without memory, or the free block before it. None if there are
+    fewer.
+    """
     before = unmapped.previous
     first = before if before is not None and before.free else unmapped
     nbytes = 0

@@ -1,23 +1,24 @@
 """A model of PyTorch's caching allocator for CUDA: which bytes of the device a sequence of allocations and frees reserves.
 
-Made from its documented rules (torch 2.11 to 2.13), without torch and without a device:
+The model follows the allocator's documented rules (torch 2.11 to 2.13). It needs neither torch nor a device.
 
-1. Sizes are rounded up to 512 bytes (`Settings.rounded`). Up to 1 MiB comes from the pool of small blocks, the rest from
-   that of large ones.
-2. The smallest free block of the same pool and stream that is large enough serves a request, the one at the lowest address
-   among equals. A small block is split where 512 bytes are left, a large one where more than 1 MiB is left and the request is
-   below `max_split_size`; requests below that size do not take blocks above it, those above it none larger by 20 MiB or more.
-3. Where there is none, a segment is taken from the device (`Settings.segment_nbytes`).
-4. A block that is freed is joined with free neighbours in its segment. The segment stays reserved.
-5. Segments that nobody uses go back to the device by `empty_cache`, or when the device (`limit_nbytes`) has no room for one
-   more: first those above `max_split_size` (where that is set), then all. Above `gc_threshold` of the limit, before any new
-   segment, large ones that were not used for longest.
-6. `expandable_segments`: a pool has one segment for each stream, which grows at its end by pages (2 MiB; 20 MiB for large
-   blocks); free pages go back by the rules of 5. Blocks are always split, and a free block that can grow counts as large as
-   it can become.
+1. Sizes are rounded up to multiples of 512 bytes (`Settings.rounded`). Requests of up to 1 MiB are served from the pool of
+   small blocks, larger ones from the pool of large blocks.
+2. A request gets the smallest free block of its pool and stream that is large enough; of equal ones, the one at the lowest
+   address. A small block is split if at least 512 bytes are left. A large block is split if more than 1 MiB is left and the
+   request is below `max_split_size`. Requests below that size do not take blocks of that size or more. Requests of that size or
+   more do not take blocks that are larger by 20 MiB or more.
+3. If there is no such block, a segment is taken from the device (`Settings.segment_nbytes`).
+4. A freed block is joined with its free neighbours in the segment. The segment stays reserved.
+5. Segments that nobody uses go back to the device by `empty_cache`, or when the device (`limit_nbytes`) has no room for another
+   segment: first those above `max_split_size` (if it is set), then all. If more than the share `gc_threshold` of the limit is
+   reserved, the large segments that have been unused for longest go back before a new one is taken.
+6. `expandable_segments`: a pool has one segment for each stream. It grows at its end by pages (2 MiB; 20 MiB for large blocks),
+   and free pages go back by rule 5. Blocks are always split. A free block that can grow counts with the size to which it can
+   grow.
 
 Not modelled: private pools of CUDA graphs, blocks that other streams use (`record_stream`), the addresses that the device
-hands out (they rise here), memory that does not pass through the allocator.
+hands out (here they rise), and memory that does not pass through the allocator.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Found(NamedTuple):
 
 
 class ExhaustedError(MemOptError):
-    """The modelled device has no room for a block, with all that is cached given back.
+    """The modelled device has no room for a block, even after all cached segments were given back.
 
     Remedy: give the model a device of more bytes.
     """
@@ -62,9 +63,9 @@ class ExhaustedError(MemOptError):
 class Allocator:
     """The state of one device's allocator, in bytes.
 
-    requested: as asked for.
-    allocated: whole blocks, as torch counts them.
-    reserved: segments.
+    requested: bytes that were requested.
+    allocated: bytes of whole blocks, as torch counts them.
+    reserved: bytes of segments.
     peak_requested, peak_allocated, peak_reserved: the most of each since `reset_peaks`.
     """
 
@@ -78,15 +79,15 @@ class Allocator:
         self.reset_peaks()
 
     def reset_peaks(self) -> None:
-        """Peaks start again from what there is now."""
+        """Set the peaks to the present values."""
         self.peak_requested, self.peak_allocated, self.peak_reserved = self.requested, self.allocated, self.reserved
 
     def enter(self, segments: Iterable[Found], beside_nbytes: int = 0) -> None:
-        """Begin with segments, by rising addresses, that were found in a real allocator. A held block has the name
-        ("there", address). `beside_nbytes`: what is reserved beside them.
+        """Begin with segments that were found in a real allocator, by rising addresses. A held block gets the name
+        ("there", address). `beside_nbytes`: bytes that are reserved beside these segments.
         """
         self.reserved += beside_nbytes
-        ends: dict[tuple[int, bool], Block] = {}  # of expandable segments
+        ends: dict[tuple[int, bool], Block] = {}  # last blocks of expandable segments
         for found in segments:
             pool = self._small if found.small else self._large
             at = found.blocks[0].address
@@ -120,7 +121,7 @@ class Allocator:
     # -- requests ----------------------------------------------------------------------------------
 
     def alloc(self, name: Hashable, nbytes: int, stream: int = 0) -> None:
-        """A request of `nbytes`, to be freed by its name. Nothing is allocated for 0 bytes. Raises ExhaustedError."""
+        """Allocate `nbytes`, to be freed by their name. Nothing is allocated for 0 bytes. Raises ExhaustedError."""
         if nbytes == 0:
             return
         if name in self._blocks:
@@ -138,7 +139,7 @@ class Allocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def free(self, name: Hashable) -> None:
-        """The end of an allocation; unknown names (of 0 bytes) are passed over."""
+        """Free an allocation; unknown names (of 0 bytes) are ignored."""
         block = self._blocks.pop(name, None)
         if block is None:
             return
@@ -149,7 +150,7 @@ class Allocator:
         block.pool.add(block)
 
     def rename(self, old: Hashable, new: Hashable) -> None:
-        """The same memory under another name."""
+        """Give an allocation another name."""
         if old in self._blocks:
             self._blocks[new] = self._blocks.pop(old)
 
@@ -219,7 +220,7 @@ class Allocator:
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 
     def _split(self, block: Block, size: int) -> None:
-        """Cut a block that is taken to `size`, where the rules say so."""
+        """Cut a taken block to `size`, if the rules say so."""
         left = block.nbytes - size
         if block.pool.small or self.settings.expandable:
             splits = left >= MIN_BLOCK_NBYTES
@@ -236,7 +237,9 @@ class Allocator:
         self.reserved -= block.nbytes
 
     def _release_oversize(self, pool: Pool, size: int, stream: int) -> bool:
-        """Give back enough of what is above `max_split_size`: one block that is as large, or the largest ones."""
+        """Give back blocks above `max_split_size`: one that is large enough by itself, or else the largest ones until their
+        bytes are enough. Returns whether they are.
+        """
         limit = self.settings.max_split_nbytes
         if limit is None:
             return False
@@ -255,7 +258,9 @@ class Allocator:
         return True
 
     def _collect(self) -> None:
-        """The garbage collection of rule 5: rounds in which what is older than the average goes, until enough went."""
+        """The garbage collection of rule 5. In each round, blocks that are older than the average are given back, until the
+        excess is gone.
+        """
         if not self.settings.gc_threshold or self.limit_nbytes is None:
             return
         excess = self.reserved - int(self.settings.gc_threshold * self.limit_nbytes)
@@ -272,7 +277,9 @@ class Allocator:
     # -- expandable segments -----------------------------------------------------------------------
 
     def _grown(self, pool: Pool, size: int, stream: int) -> Block | None:
-        """Free memory of `size` bytes at the lowest address where there is room for it, mapped as far as it is not."""
+        """A free block of `size` bytes at the lowest address that has room for it. Parts without memory get pages. None if the
+        device has too little memory.
+        """
         block = next((b for u in pool.unmapped if u.stream == stream and (b := room(u, size)) is not None), None)
         if block is None:
             block = self._segment(pool, _ADDRESS_SPACE_NBYTES, stream)
@@ -290,7 +297,7 @@ class Allocator:
         return block
 
     def _map(self, block: Block, nbytes: int) -> bool:
-        """Put pages under the first `nbytes` of a block without; False where the device has none."""
+        """Put pages under the first `nbytes` of a block that has none; False if the device has no room."""
         page = self.settings.page_nbytes(block.pool.small)
         nbytes = min(ceil_div(nbytes, page) * page, block.nbytes)
         if not self._has_room(nbytes):
@@ -305,7 +312,7 @@ class Allocator:
         return True
 
     def _unmap(self, block: Block) -> None:
-        """Take the whole pages inside of a free block back."""
+        """Give back the whole pages inside a free block."""
         page = self.settings.page_nbytes(block.pool.small)
         first = ceil_div(block.address - block.base, page) * page + block.base
         last = (block.address + block.nbytes - block.base) // page * page + block.base
@@ -321,5 +328,5 @@ class Allocator:
         self.reserved -= last - first
         block.mapped = False
         join(block)
-        if not block.alone:  # else nothing of the segment is left
+        if not block.alone:  # otherwise nothing of the segment is left
             insort(pool.unmapped, block, key=lambda b: b.address)

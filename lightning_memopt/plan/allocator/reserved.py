@@ -1,9 +1,10 @@
 """The bytes that a planned step reserves on a CUDA device: its allocations and frees, in order, go through a model of the
 allocator.
 
-Requested bytes are those that `simulate` counts, to the byte; reserved bytes are those that the card loses. The steady state
-counts, so the model follows the history: tensors from before the step (parameters, the batch); an unmodified step, whose update
-makes the optimizer's state among cached blocks; the cache is emptied; planned steps.
+Requested bytes are exactly those that `simulate` counts; reserved bytes are those that the card loses. What matters is a later
+planned step, so the model goes through the history of one: first the tensors from before the step (parameters, the batch) are
+allocated; then an unmodified step runs, whose update makes the optimizer's state among cached blocks; then the cache is
+emptied; then planned steps run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lightning_memopt.plan.model import Life
 from lightning_memopt.plan.simulate import encoded, states
 
 _TURNS = 2
-"""Planned steps: the second one meets what the first one left cached."""
+"""Number of planned steps: the second one finds the blocks that the first one left in the cache."""
 
 _WORKSPACE = "workspace"
 _NO_SCHEDULE = Schedule(frozenset(), {}, {}, {})
@@ -35,9 +36,9 @@ Action = tuple[Name, int]
 class Reserved:
     """The most bytes in planned steps.
 
-    peak_nbytes: of segments, which is what the device loses.
-    allocated_nbytes: of whole blocks (`torch.cuda.memory_allocated`).
-    requested_nbytes: as requested.
+    peak_nbytes: bytes of segments, which are the bytes that the device loses.
+    allocated_nbytes: bytes of whole blocks (`torch.cuda.memory_allocated`).
+    requested_nbytes: bytes that were requested.
     """
 
     peak_nbytes: int
@@ -47,7 +48,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """One allocation of the user's step: the versions of one storage that follow each other, named by the first of them."""
+    """One allocation of the user's step: consecutive versions of one storage, named after the first of them."""
 
     name: int
     nbytes: int
@@ -56,7 +57,9 @@ class _Span:
 
 
 def _spans(graph: Graph, until: Mapping[int, int]) -> Iterator[_Span]:
-    """The allocations of a step in which tensors stay to `until` at least. An in-place op goes on in the same memory."""
+    """The allocations of a step in which each tensor stays at least until its point in `until`. An in-place op goes on in the
+    same memory.
+    """
     versions: dict[int, list[int]] = {}
     for t in graph.tensors:
         if not t.windows:
@@ -84,12 +87,12 @@ class _Step:
 
     actions: allocations and frees, in order.
     resident: allocations that are there all the time.
-    before: allocations that the step starts from and does not keep (old gradients).
-    after: allocations that it leaves (new gradients).
+    before: allocations that are there when the step begins, and that it frees (old gradients).
+    after: allocations that are there when the step ends (new gradients).
     ends: for each point, how many actions there are up to its end.
     tensors: name of an allocation of a rebuild or a fetch -> the tensor that it was first made for.
 
-    is_recorded: whether a recorder sees the step even where the schedule is empty.
+    is_recorded: whether a recorder sees the step even if the schedule is empty.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class _Step:
             if span.freed_at < last:
                 freed.setdefault(span.freed_at, []).append(span)
         same: dict[int, int] = {}
-        """Tensor -> the one whose memory it takes over."""
+        """Tensor -> the tensor whose memory it takes over."""
         if not schedule.segments and not is_recorded:
             for op_id, product in graph.biased.items():
                 (sum_,) = graph.ops[op_id].outputs
@@ -156,8 +159,8 @@ class _Step:
             self.ends.append(len(self.actions))
 
     def _run(self, op: Op, made: list[Action]) -> None:
-        """The requests of an op that makes these blocks: in the order in which it asked for them, where that is known; else
-        they come first, and what it takes beside them is one block.
+        """Append the requests of an op that makes the blocks `made`, in the order of the op's requests if that is known.
+        Otherwise these blocks come first, and the op's workspace is one block.
         """
         asked = self.graph.asked.get(op.id)
         if asked is None:
@@ -184,7 +187,7 @@ class _Step:
         self.actions += made
 
     def _named(self, tensor: int) -> Name:
-        """A name for the next allocation of a tensor that is made again."""
+        """A name for the next allocation of a tensor that is rebuilt or fetched."""
         self._count += 1
         name = ("again", self._count)
         self.tensors[name] = tensor
@@ -220,8 +223,9 @@ class _Step:
             self._run(op, made)
 
     def run(self, allocator: Allocator, made: Iterable[_Span] = ()) -> None:
-        """One step, from `before` to `before`: what it leaves is what the next one starts from, where sizes agree. `made`: what
-        stays from its update on; the gradients are still there then.
+        """Carry out one step. Then the allocations that it leaves become those that the next step begins with (`before`), if
+        their sizes agree. `made`: allocations that are made when the update begins, and that stay; the gradients are still
+        there then.
         """
         update = next((op.at for op in self.graph.ops if op.phase == "update"), len(self.ends))
         until = self.ends[update - 1] if update else 0
@@ -264,8 +268,8 @@ def _planned(graph: Graph, lives: tuple[Life, ...], schedule: Schedule) -> _Step
 def requests(graph: Graph, lives: Iterable[Life] | None = None) -> list[Action]:
     """The allocations and frees of one step, in order: of the unmodified step, or of one planned by `lives`.
 
-    Tensors that are there before and after the step are not among them. Those that only the beginning of the step has (old
-    gradients) come first; those that the step leaves are not freed.
+    Tensors that are there before and after the step are not among them. Those that are there only when the step begins (old
+    gradients) come first; those that are there when it ends are not freed.
     """
     if lives is None:
         step = _unmodified(graph)
@@ -279,11 +283,11 @@ def requests(graph: Graph, lives: Iterable[Life] | None = None) -> list[Action]:
 class Described:
     """The requests of one planned step, and what each is for.
 
-    resident: (tensor, bytes) of what is there before, and all the time or until it is freed in the step.
+    resident: (tensor, bytes) of each tensor that is there when the step begins, and stays or is freed in the step.
     actions: the allocations and frees of the step, in order.
     points: the point of each action.
-    again: name of an allocation of a rebuild or a fetch -> its tensor. Other names that are numbers are tensors themselves, or,
-        from the number of tensors on, windowed ones.
+    again: name of an allocation of a rebuild or a fetch -> its tensor. Other names that are numbers are ids of tensors; numbers
+        from the number of tensors on are windows of gathered weights.
     """
 
     resident: list[tuple[int, int]]
@@ -311,8 +315,9 @@ def reserved(
     schedule: Schedule | None = None,
     beginning: Beginning | None = None,
 ) -> Reserved:
-    """Carry out the history and planned steps of `lives`; the peaks are those of the planned steps. `beginning`: what a real
-    allocator has now takes the place of a history. If its segments may serve in several orders, the highest peaks count.
+    """Carry out the history, then the planned steps of `lives`; the peaks are those of the planned steps. `beginning`: what a
+    real allocator has now; it is used instead of a history. If its segments may serve in several orders, the highest peaks
+    count.
     """
     lives = tuple(lives)
     planned = _planned(graph, lives, schedule or lower(graph, lives))
@@ -332,7 +337,7 @@ def reserved(
 
 
 def _begin(graph: Graph, planned: _Step, allocator: Allocator, beginning: Beginning, order: int) -> None:
-    """Enter what a real allocator has; what the step needs beside it is allocated. `order`: the number of an order of the
+    """Enter what a real allocator has, and allocate what the step needs beside it. `order`: the number of an order of the
     segments.
     """
     own: list[Wanted] = []
@@ -346,7 +351,7 @@ def _begin(graph: Graph, planned: _Step, allocator: Allocator, beginning: Beginn
 
 
 def _history(graph: Graph, planned: _Step, allocator: Allocator) -> None:
-    """What comes before the planned steps, up to the one that was observed."""
+    """Carry out what comes before the planned steps, up to the observed step."""
     observed = _unmodified(graph)
     kinds = {span.name: graph.tensors[span.name].kind for span in planned.resident}
     made = [span for span in planned.resident if kinds[span.name] == "optimizer_state"]

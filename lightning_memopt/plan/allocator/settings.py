@@ -1,8 +1,8 @@
-"""How PyTorch's caching allocator for CUDA rounds and splits: its defaults, and what it says otherwise itself, or
-`PYTORCH_CUDA_ALLOC_CONF` does.
+"""How PyTorch's caching allocator for CUDA rounds and splits: its defaults, unless `PYTORCH_CUDA_ALLOC_CONF` or the allocator
+itself says otherwise.
 
 Text such as `expandable_segments:True,max_split_size_mb:256,roundup_power2_divisions:[64:8,>:4]` goes in, a frozen `Settings`
-comes out. Options that do not change how many bytes are reserved are passed over.
+comes out. Options that do not change how many bytes are reserved are ignored.
 """
 
 from __future__ import annotations
@@ -24,19 +24,25 @@ SMALL_NBYTES = MIB
 """The largest request that is served from the pool of small blocks."""
 SMALL_SEGMENT_NBYTES = 2 * MIB
 LARGE_REQUEST_NBYTES = 10 * MIB
-"""From here on a request that finds no free block gets a segment of its own size."""
+"""A request of this size or more that finds no free block gets a segment of its own size."""
 SEGMENT_ROUND_NBYTES = 2 * MIB
 _INTERVALS = 16
-"""Rounding to parts of a power of two is set by interval: of 1 MiB, of 2 MiB, ... of 32 GiB and above."""
+"""Number of intervals of sizes that each have a rounding of their own, to parts of a power of two: 1 MiB, 2 MiB, ... 32 GiB and
+above."""
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`max_split_nbytes`: blocks of that size or more are not split; None: all are. `divisions`: by interval, into how many
-    parts a power of two is cut for rounding; 0: not at all. `gc_threshold`: share of the memory allowed above which segments
-    that are not in use are given back before a new one is taken; 0: never. `large_segment_nbytes`: the segment of requests
-    above 1 MiB and below 10 MiB, and the unit in which an expandable segment of large blocks grows.
+    """The settings that decide how many bytes are reserved.
+
+    max_split_nbytes: blocks of that size or more are not split; None: all are.
+    max_non_split_rounding_nbytes: a request of `max_split_nbytes` or more takes only blocks that are larger by less than this.
+    divisions: for each interval, into how many parts a power of two is cut for rounding; 0: no such rounding.
+    gc_threshold: if more than this share of the allowed memory is reserved, unused segments are given back before a new one is
+        taken; 0: never.
+    large_segment_nbytes: the segment of requests above 1 MiB and below 10 MiB, and the unit in which an expandable segment of
+        large blocks grows.
     """
 
     expandable: bool = False
@@ -48,7 +54,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
-        """Those that torch takes from the environment of the process."""
+        """The settings that torch reads from the environment of the process."""
         variables = os.environ if environment is None else environment
         return cls.parse(next((variables[name] for name in _VARIABLES if name in variables), ""))
 
@@ -67,10 +73,10 @@ class Settings:
 
     @classmethod
     def of_allocator(cls, said: Mapping[str, Any]) -> Settings:
-        """Those that the allocator itself says are in force: "allocator_settings" of `torch.cuda.memory._snapshot()`.
+        """The settings that the allocator itself reports: "allocator_settings" of `torch.cuda.memory._snapshot()`.
 
-        Its text is the last one that was set, which may set a part only, and says what the other entries leave out. Raises
-        ConfigError as `parse`.
+        Some settings have no entry of their own, only the text that was set last, and it may leave them out. Other entries take
+        precedence over the text. Raises ConfigError as `parse` does.
         """
         settings = cls.parse(str(said.get("PYTORCH_CUDA_ALLOC_CONF", "")))
         if "expandable_segments" in said:
@@ -86,7 +92,7 @@ class Settings:
         return settings
 
     def rounded(self, nbytes: int) -> int:
-        """The bytes of the block that a request asks for."""
+        """The bytes of the block for a request of `nbytes`."""
         if nbytes < MIN_BLOCK_NBYTES:
             return MIN_BLOCK_NBYTES
         divisions = self.divisions[min(max(nbytes.bit_length() - 21, 0), _INTERVALS - 1)]
@@ -96,7 +102,7 @@ class Settings:
         return ceil_div(nbytes, unit) * unit
 
     def segment_nbytes(self, rounded: int) -> int:
-        """The segment that is taken from the device where no free block serves a block of `rounded` bytes."""
+        """Bytes of the segment that is taken from the device if no free block has `rounded` bytes."""
         if rounded <= SMALL_NBYTES:
             return SMALL_SEGMENT_NBYTES
         if rounded < LARGE_REQUEST_NBYTES:
@@ -136,8 +142,9 @@ def _mebibytes(value: str) -> int:
 
 
 def _divisions(value: str) -> tuple[int, ...]:
-    """`4` for all intervals, or `[64:8,256:4,>:1]`: from an interval in MiB to its divisions; `>` is all intervals after the
-    last one named, and those before the first one named are as that one."""
+    """`4` for all intervals, or `[64:8,256:4,>:1]`: from an interval in MiB to its divisions. `>` stands for all intervals
+    after the last one that is named. Intervals before the first one that is named have the divisions of that one.
+    """
     if not value.startswith("["):
         return (_power_of_two(value),) * _INTERVALS
     divisions = [0] * _INTERVALS

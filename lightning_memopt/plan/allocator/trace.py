@@ -1,8 +1,9 @@
-"""A recorded trace of the real allocator beside the model: the same requests go in, reserved bytes are compared step by step.
+"""Compare a recorded trace of the real allocator with the model: the model gets the same requests, and reserved bytes are
+compared after each.
 
 In: the entries of one device of `torch.cuda.memory._snapshot()["device_traces"]`, recorded (`_record_memory_history`) since
-before the process first allocated on the device. `alloc` and `free_completed` are carried out by the model; the `segment_`
-entries are what the device really did. Segments that were given back without a need are taken as `empty_cache`.
+before the process first allocated on the device. The model carries out `alloc` and `free_completed`; the `segment_` entries say
+what the device really did. When the trace gives back segments, the model empties its cache.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Of the peak, as a share of what was recorded."""
+        """The error of the predicted peak, as a share of the recorded one."""
         return self.predicted_peak / self.recorded_peak - 1 if self.recorded_peak else float(bool(self.predicted_peak))
 
     @property
@@ -43,7 +44,7 @@ class Comparison:
 
 
 def compare(trace: Iterable[Mapping[str, Any]], settings: Settings | None = None) -> Comparison:
-    """Carry out the requests of a trace and compare. Frees of what was allocated before the trace began are passed over."""
+    """Carry out the requests of a trace and compare. Frees of allocations from before the trace are ignored."""
     model = Allocator(settings)
     recorded, emptied = 0, False
     steps = []
