@@ -4,7 +4,7 @@ NOTE [Rules of rebuilding]. Dropped bytes are rebuilt by running recorded ops a 
 same; comments cite them by number. `record` keeps R1 to R4, R9 and R10, `runtime` the others. Their tests are those of the
 hazards A to E and M.
 
-R1.  An op runs again only where it is known to give the same bits from the same inputs: its tags and schema say so, or
+R1.  An op runs again only if it is known to give the same bits from the same inputs: its tags and schema say so, or
      the table in rules.py, to which users add (`register_op`), and `device.determinism`. A random op runs again from the
      generator state recorded with it.
 R2.  An op that writes in place makes a new version of its storage. A rebuild makes the versions in their order, in new memory.
@@ -14,7 +14,7 @@ R4.  Bytes are never dropped unless the recorder saw how they were made. It does
      that a compiled region, an extension or another thread makes, or changes of memory whose address was taken. The result of
      `empty` has no content until an op overwrites all of it.
 R5.  The tensors from which a rebuild starts are held, counted by the planner, and checked before they are read, because hooks
-     switch autograd's own check off. Where one was changed, autograd's error is raised. Before a recorded op changes one, it is
+     switch autograd's own check off. If one was changed, autograd's error is raised. Before a recorded op changes one, it is
      copied.
 R6.  Rebuilds run below Autograd and Autocast, without dispatch modes and hooks, under the grad mode and the numeric settings
      of the forward, in the order of the ops and without recursion.

@@ -1,6 +1,6 @@
 """Find the storage versions that an op reads, what the tape keeps of its arguments, and its results on new storages.
 
-The native engine does this where all tensors are ordinary, known and unchanged. The Python code here is the reference.
+The native engine does this if all tensors are ordinary, known and unchanged. The Python code here is the reference.
 """
 
 from __future__ import annotations

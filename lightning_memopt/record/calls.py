@@ -2,7 +2,7 @@
 
 Global module hooks would not do: they change the guards of dynamo, which would compile every compiled region of the model
 again in each step, and give up after a few. And a checkpoint would recompute such a region without our hooks, as another graph.
-The seam is `_compiled_call_impl` instead. `nn.Module.__call__` runs it where it is not None, and only eager calls read it.
+The seam is `_compiled_call_impl` instead. `nn.Module.__call__` runs it if it is not None, and only eager calls read it.
 
 The modules themselves are not changed. Some classes copy `module.__dict__` in their own way (`nn.RNNBase.__getstate__`,
 parametrized modules, `__dict__.copy()` of replicas). If we set an attribute on a module, its copy would run the original
@@ -38,7 +38,7 @@ class _Watched(NamedTuple):
     """A module whose calls are seen.
 
     call: what a call of it runs.
-    instead: the function given to `instead_of_calls`; None where only calls of the module itself are seen.
+    instead: the function given to `instead_of_calls`; None if only calls of the module itself are seen.
     """
 
     module: nn.Module
@@ -95,7 +95,7 @@ class _Seam:
         del module.__dict__[CALL]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # where a class is pickled by value: None, as on `nn.Module`
+        return type(None), ()  # if a class is pickled by value: None, as on `nn.Module`
 
 
 class _SeamOfWrappers(_Seam):
@@ -253,7 +253,7 @@ def _entered(module: nn.Module, entry: _Entry, *args: Any, **kwargs: Any) -> Any
 def instead_of_calls(module: nn.Module, call: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
     """Within, run `call(original, *args, **kwargs)` instead of every call of the module, compiled or not.
 
-    original: the function that the call would have run. Where `torch.compile(module)` is called, it is the wrapper's function,
+    original: the function that the call would have run. If the wrapper of `torch.compile(module)` is called, it is its function,
         which may call the module itself once more.
     """
     return _watching([_Watched(module, partial(_instead, module, call), call)])

@@ -26,7 +26,7 @@ def _dependent(func: OpOverload) -> str | None:
 
 
 def rules_in_force() -> tuple[Any, ...]:
-    """A value that changes with every rule and every setting that decides which ops may run again. Earlier decisions are then
-    void.
+    """A value that changes with every rule and every setting that decides which ops may run again. When it changes, earlier
+    decisions are void.
     """
     return rules_generation(), raises_where_it_varies(), cudnn_tunes()

@@ -8,7 +8,7 @@ Sizes of storages: a storage that is resized loses its content, and no dispatch 
 Settings that change bits: rebuilds run under the settings that the forward began with. Ops that run under other settings do
 not run again.
 
-Saved-tensor hooks: where `torch.func` and others forbid them, torch raises an error if any are entered. Our own hooks are
+Saved-tensor hooks: if `torch.func` and others forbid them, torch raises an error if any are entered. Our own hooks are
 exempt from this check.
 """
 
@@ -154,7 +154,7 @@ def watching(watcher: Watcher, listener: Callable[[], None], hook: Hook) -> List
     """While this listens, `watcher(t, address)` is called before anybody takes the raw memory of `t`, and `listener()` after
     somebody set one of the settings that change bits.
 
-    `address` is true where only the memory's address is taken, false where an array or a capsule is. Saved-tensor hooks may be
+    `address` is true if only the memory's address is taken, false if an array or a capsule is. Saved-tensor hooks may be
     forbidden while the innermost hook is `hook`, the pack hook of the caller.
     """
     return _forward_seams, _Listener(watcher, listener, hook)

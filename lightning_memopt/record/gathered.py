@@ -50,7 +50,7 @@ def units_of(model: nn.Module) -> list[Any]:
 
 
 def weights_of(unit: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, weight) of the weights of a unit that were gathered before. A weight is in memory where its storage has bytes."""
+    """(name, weight) of the weights of a unit that were gathered before. A weight is in memory if its storage has bytes."""
     for i, p in enumerate(unit.fsdp_params):
         weight = unsharded_parameter(p)
         if weight is not None:

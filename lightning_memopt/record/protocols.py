@@ -25,7 +25,7 @@ class OpRecord:
     reads: the storage versions it read, each once.
     made: the new storage versions, with a tensor on each.
     mutates: (version overwritten, new version, tensor) of what it wrote in place.
-    call: how to run it again; None where that is impossible.
+    call: how to run it again; None if that is impossible.
     recomputable: whether the op may run again at all.
     """
 

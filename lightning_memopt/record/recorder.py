@@ -128,7 +128,7 @@ class Recorder(Outside):
         return self.capturing
 
     def _current(self, version: StorageVersion, t: torch.Tensor) -> StorageVersion:
-        """The version, or a new one where its counter moved unseen (by a compiled region, another thread or an extension)."""
+        """The version, or a new one if its counter moved unseen (by a compiled region, another thread or an extension)."""
         written_since = version.counter_in_op is not None and t._version > version.counter_in_op + 1
         if version.counter == UNKNOWN and not written_since:
             version.counter = t._version
@@ -148,7 +148,7 @@ class Recorder(Outside):
         return new
 
     def packs(self, t: torch.Tensor) -> StorageVersion | None:
-        """The version of a tensor that autograd saves; None where it is not recorded, or its bytes changed unseen."""
+        """The version of a tensor that autograd saves; None if it is not recorded, or its bytes changed unseen."""
         if type(t) not in PLAIN or t.layout is not torch.strided:  # other tensors that are not plain have no version
             return None
         version = self.of_storage.get(storage_id(t))
@@ -239,7 +239,7 @@ class Recorder(Outside):
             try:
                 out = run(*args, **kwargs)
                 break
-            except torch.OutOfMemoryError:  # below the budget, too, where no free block is large enough
+            except torch.OutOfMemoryError:  # below the budget, too, if no free block is large enough
                 # only an op that writes nothing and draws no random numbers: its first run has changed nothing
                 if rule.writes or rule.handling not in ("pure", "empty") or not self.owner.gives_way():
                     raise
@@ -304,7 +304,7 @@ class Recorder(Outside):
     def _call(
         self, op: int, record: OpRecord, args: tuple, kwargs: dict, reads: list[StorageVersion], targets: list[torch.Tensor]
     ) -> Call | None:
-        """The call that runs this op again; None where its results cannot be rebuilt."""
+        """The call that runs this op again; None if its results cannot be rebuilt."""
         func, rule, held_args, held_kwargs = record.func, record.rule, record.args, record.kwargs
         if rule.rewrite is not None and targets:
             # the op writes running statistics, but no output depends on them: a rebuild leaves them out

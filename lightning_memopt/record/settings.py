@@ -48,7 +48,7 @@ _NAMED = (
     "native_aot_enabled",
     "native_aot_unconditional_masked",
 )
-"""Read by `torch._C._get_NAME()`; set by `torch._C._set_NAME(value)`, or by `(*value)` where the value is a tuple."""
+"""Read by `torch._C._get_NAME()`; set by `torch._C._set_NAME(value)`, or by `(*value)` if the value is a tuple."""
 _PAIRS = (
     *((f"_get_{name}", f"_set_{name}") for name in _NAMED),
     ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),

@@ -31,7 +31,7 @@ def can_settle() -> bool:
 
 
 def settle() -> None:
-    """Return when no thread of gloo has work, or after `_MOST_SECONDS`. Where the threads cannot be seen, return at once."""
+    """Return when no thread of gloo has work, or after `_MOST_SECONDS`. If the threads cannot be seen, return at once."""
     if not can_settle():
         return
     until = perf_counter() + _MOST_SECONDS

@@ -40,7 +40,7 @@ class HeldBytes(Protocol):
     """The bytes that the owner of a tape holds of a storage version. The recorder never reads this."""
 
     value: torch.Tensor | None
-    """A tensor on the bytes, or None where the owner does not hold them."""
+    """A tensor on the bytes, or None if the owner does not hold them."""
 
 
 H = TypeVar("H", bound=HeldBytes)
@@ -54,15 +54,15 @@ class StorageVersion(Generic[H]):
     device: where the storage is.
     weak: a weak reference to the storage.
     origin: how the bytes came to be.
-    call: the call that makes the bytes when it runs again; None where there is no such call.
+    call: the call that makes the bytes when it runs again; None if there is no such call.
     index: which of the call's results the bytes are.
     counter: the version counter when it was first read (`UNKNOWN`, `UNSHARED`).
-    counter_in_op: the version counter while the op that wrote over the storage ran; None where no op did.
+    counter_in_op: the version counter while the op that wrote over the storage ran; None if no op did.
     next: id of the version that has overwritten this one; None while there is none.
     parameter: whether it was met as a parameter.
     exposed: whether its raw memory was handed out, so that it may change unseen (R4).
     read: whether a recorded op reads it, so that a rebuild may start from it.
-    why: why it cannot be rebuilt; "" where it can.
+    why: why it cannot be rebuilt; "" if it can.
     holding: what the owner of the tape holds of it.
     """
 
@@ -124,7 +124,7 @@ class StorageVersion(Generic[H]):
 def recount(targets: Sequence[torch.Tensor], of_storage: Mapping[int, StorageVersion]) -> None:
     """Take over the counters that torch has moved for an op that has not run yet (`Rule.counted_first`): no bytes have changed.
 
-    Only where a counter has moved by exactly these writes. Otherwise something wrote before the op, unseen.
+    Only if a counter has moved by exactly these writes. Otherwise something wrote before the op, unseen.
 
     targets: what the op writes. of_storage: address of a storage -> its version.
     """
@@ -189,8 +189,8 @@ class Call:
     rng: (generator, its state before) of a random op, else None.
     made: (position among the results, id of the version) of what it makes.
     mutates: (id overwritten, id made) of what it writes in place.
-    repeats: whether it gives the same bits when it runs again. A random op does not, where its state was not recorded.
-    prepared: the native engine's form of it; None where it runs again in Python.
+    repeats: whether it gives the same bits when it runs again. A random op does not, if its state was not recorded.
+    prepared: the native engine's form of it; None if it runs again in Python.
     """
 
     __slots__ = ("args", "func", "grad", "kwargs", "made", "mutates", "op", "prepared", "reads", "repeats", "rng")
@@ -243,6 +243,6 @@ class Tape(Generic[H]):
 
     @uncompiled
     def __del__(self) -> None:
-        weak = getattr(self, "weak_references", None)  # None where `__init__` was interrupted
+        weak = getattr(self, "weak_references", None)  # None if `__init__` was interrupted
         while weak:
             free_weak(weak.pop())

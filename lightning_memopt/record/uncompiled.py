@@ -1,10 +1,10 @@
 """Keep torch.compile away from the functions through which torch and users' code call this package.
 
-Where a compiled region runs something eagerly (a graph break, a torch layer that is compiled by itself), dynamo inspects every
+If a compiled region runs something eagerly (a graph break, a torch layer that is compiled by itself), dynamo inspects every
 Python frame that begins below, including frames of dispatch modes, hooks and destructors. It would compile them again and
-again, and fail where they use features that it cannot trace.
+again, and fail if they use features that it cannot trace.
 
-A function is marked on its code object, in C, where dynamo keeps its own marks. A mark costs no time where nothing is compiled,
+A function is marked on its code object, in C, where dynamo keeps its own marks. A mark costs no time if nothing is compiled,
 does not need dynamo to be imported, and survives `torch._dynamo.reset()`. (`torch.compiler.disable` wraps every call, and
 imports dynamo, which takes seconds.) The mark does not affect code that dynamo traces into.
 """
@@ -32,7 +32,7 @@ def _marked(function: F, below: Any) -> F:
 
 
 def uncompiled(function: F) -> F:
-    """Decorator: where the function is called eagerly, neither it nor the functions that it calls are compiled."""
+    """Decorator: if the function is called eagerly, neither it nor the functions that it calls are compiled."""
     return _marked(function, _SKIP)
 
 

@@ -22,7 +22,7 @@ Touched = Callable[[torch.Tensor, bool], None]
 
 
 def _state_of(optimizer: optim.Optimizer, p: torch.Tensor) -> list[Any]:
-    """The values of the parameter's state. Only looked up where there is one: a lookup in the table adds an entry."""
+    """The values of the parameter's state. Only looked up if there is one: a lookup in the table adds an entry."""
     return list(optimizer.state[p].values()) if p in optimizer.state else []
 
 

@@ -57,7 +57,7 @@ class Reason(NamedTuple):
 
 
 def refusal(reason: Reason) -> UpdatesInBackwardError:
-    """The error for a user who asked for early updates where they would be wrong."""
+    """The error for a user who asked for early updates that would give wrong results."""
     return UpdatesInBackwardError(
         f"optimizer_in_backward='always' would be wrong: {reason.what}. {reason.fix}, or set optimizer_in_backward='never'."
     )
@@ -74,7 +74,7 @@ def count_versions(optimizer: optim.Optimizer) -> None:
 
 
 Options = list[dict[str, tuple[Any, int]]]
-"""For each group of an optimizer: option -> (value, version counter of the value; 0 where the value is not a tensor)."""
+"""For each group of an optimizer: option -> (value, version counter of the value; 0 if the value is not a tensor)."""
 
 
 def _options_of(optimizer: optim.Optimizer) -> Options:
@@ -99,7 +99,7 @@ _HOOKED = optim.Optimizer.profile_hook_step(lambda _: None).__code__
 
 
 def step_without_hooks(kind: type[optim.Optimizer]) -> Callable[..., Any] | None:
-    """The `step` of a class without the wrapper in which torch calls step hooks; None where it has no such wrapper.
+    """The `step` of a class without the wrapper in which torch calls step hooks; None if it has no such wrapper.
 
     Torch wraps it when the first optimizer of the class is made, and more than once if threads make optimizers together.
     """
@@ -140,7 +140,7 @@ class EarlyUpdates:
     optimizer: the user's optimizer.
     updated: identities of the parameters that this step has updated already. A second gradient for such a parameter is an
         error: it comes from a backward that should not have followed.
-    halfway: number of parameters that had been updated when a step raised an error; 0 where no step has.
+    halfway: number of parameters that had been updated when a step raised an error; 0 if no step has.
     loaded: whether a checkpoint was loaded into the optimizer after these updates.
     over: whether no optimizer step is expected: it has come (a hook may have raised in it), or a checkpoint was loaded.
     freed: identities of the parameters whose gradients were freed in backward, and not zeroed since.
@@ -188,8 +188,8 @@ class EarlyUpdates:
         writes the weight or the state of any `p`, or a checkpoint is made of the state. `buckets`: reduces gradients over
         processes, after which they are complete. `reduced()` is called when all buckets are reduced.
 
-        Raises UpdatesInBackwardError to code that reads the gradient of an updated parameter, and where an updated parameter
-        gets another gradient.
+        Raises UpdatesInBackwardError to code that reads the gradient of an updated parameter, and if an updated parameter gets
+        another gradient.
         """
         self.step_ended()
         self._listen()
@@ -223,7 +223,7 @@ class EarlyUpdates:
             raise
         finally:
             self._final, self._reduced = None, frozenset()
-            while self._in_buckets:  # not before the wrapper has copied the buckets back, into them
+            while self._in_buckets:  # not earlier: when backward ends, the wrapper copies the buckets into these gradients
                 self._in_buckets.pop().grad = None
         self._reading.enter_context(reads_of_gradients(partial(self._read, read)))
         self._before_step = Snapshot(self.optimizer, [p for p in params if id(p) in self.updated or not self.updated])
@@ -253,7 +253,7 @@ class EarlyUpdates:
         return any(a.keys() != b.keys() or not all(_same(a[k], b[k]) for k in a) for a, b in groups)
 
     def touched(self) -> bool:
-        """Whether the weight or the state of an updated parameter has changed since the backward; where none was updated, of
+        """Whether the weight or the state of an updated parameter has changed since the backward; if none was updated, of
         any parameter.
         """
         return self.written or self._before_step.changed()
@@ -271,7 +271,7 @@ class EarlyUpdates:
 
     def _zeroed(self, parameters: list[torch.Tensor], to_none: bool) -> None:
         """These gradients were zeroed. A gradient of zeros moves a parameter by its momentum, even in a step that does not use
-        it. So where gradients are zeroed in place, those that were freed in backward are made anew as zeros.
+        it. So if gradients are zeroed in place, those that were freed in backward are made anew as zeros.
         """
         ours = set(map(id, parameters_of(self.optimizer))).intersection(map(id, parameters))
         self.cleared = self.cleared or bool(ours)

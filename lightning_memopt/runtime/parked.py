@@ -39,7 +39,7 @@ from lightning_memopt.runtime.codecs import codec
 from lightning_memopt.runtime.tiers import Stopwatch, Stored, Tier
 
 _UNTIMED, _TIMED = 2, 8
-"""On a device, whose times are taken between events: number of first forwards that are not timed, then of those that are."""
+"""On a device, which is timed by events: number of forwards that are not timed at first, and number of those that then are."""
 
 
 def whole(t: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
@@ -128,8 +128,8 @@ class ParkedTensor:
     """The bytes of one storage while they are parked. `t` fills its storage; `what` names it in errors.
 
     exact: whether the tensor comes back bit-identical.
-    lossy: whether the codec changes gradients. (A lossless codec may be not `exact` if the one op that reads its value gives
-        the same result.)
+    lossy: whether the codec changes gradients. (A lossless codec need not be `exact`: it is enough that the one op that reads
+        its value gives the same result.)
     copied: whether the device bytes are not read any more, because they are encoded, or their copy has ended.
     spent: whether they were decoded for the last time.
     shown: a decoded value that is not bit-identical, for autograd alone.
@@ -189,8 +189,8 @@ class ParkedTensor:
         self._arriving = None
 
     def spend(self) -> None:
-        """The bytes were decoded for the last time: free them if they are encoded on the device. (Bytes in a tier take nothing
-        there.)
+        """The bytes were decoded for the last time: free them if they are encoded on the device. (Bytes in a tier take no
+        memory there.)
         """
         if self._stored is None:
             self._bytes, self.spent = None, True

@@ -37,7 +37,7 @@ _ADDRESS_SPACE_NBYTES = 1 << 46
 
 
 class Placed(NamedTuple):
-    """A block of a segment as it was found. requested: what was asked for; 0 where it is free."""
+    """A block of a segment as it was found. requested: what was asked for; 0 if it is free."""
 
     address: int
     nbytes: int

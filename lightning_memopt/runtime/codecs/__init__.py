@@ -14,7 +14,7 @@ NAMES = tuple(_ALL)
 
 
 def codec(name: str) -> Codec:
-    """The codec of this name. Raises `ConfigError` where there is none."""
+    """The codec of this name. Raises `ConfigError` if there is none."""
     named = _ALL.get(name)
     if named is None:
         raise ConfigError(f"there is no codec {name!r}; use one of {', '.join(NAMES)}")

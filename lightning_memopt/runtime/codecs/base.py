@@ -52,7 +52,7 @@ class Codec(Protocol):
         """Write the decoded values into all of `out`, which has the size, the strides and the dtype of the encoded tensor."""
 
     def error_bound(self, t: Tensor) -> float:
-        """The largest possible difference between a finite value of `t` and its decoded value; 0 where `exact`."""
+        """The largest possible difference between a finite value of `t` and its decoded value; 0 if `exact`."""
 
 
 def in_memory(t: Tensor) -> list[int]:
@@ -100,7 +100,7 @@ def nbytes_of(size: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def largest_finite(t: Tensor) -> float:
-    """The largest magnitude of a finite value; 0 where there is none."""
+    """The largest magnitude of a finite value; 0 if there is none."""
     return max(
         (float(part.where(part.isfinite(), 0).abs().amax()) for part in flat(t).split(1 << 20) if part.numel()), default=0.0
     )

@@ -1,4 +1,4 @@
-"""One bit an element, for tensors of which readers need only one bit an element: masks, and feature maps of ReLU.
+"""One bit per element, for tensors whose readers need only one bit per element: masks, and feature maps of ReLU.
 
 Source: Jain et al., *Gist* (ISCA 2018), binarize; Zheng et al., *Echo* (ISCA 2020), section V-C.
 """
@@ -19,7 +19,7 @@ CHUNK = 1 << 19
 _EACH = 0x0101010101010101  # bit 0 of each byte
 _GATHER = 0x0102040810204080  # factor: moves byte i, of eight bytes of 0 or 1, to bit 56 + i, without a carry
 _PICK = 0x8040201008040201 - (1 << 64)  # bit i of byte i
-_CARRY = 0x00406070787C7E7F  # summand that sets bit 7 of byte i where its bit i is 1
+_CARRY = 0x00406070787C7E7F  # summand that sets bit 7 of byte i if its bit i is 1
 
 
 @dataclass(frozen=True)

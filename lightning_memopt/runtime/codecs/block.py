@@ -1,15 +1,15 @@
 """Fixed-rate transform coding of feature maps: blocks of 4 x 4 values at 4 to 16 bits a value, lossy.
 
 The codec is of the ZFP family (Lindstrom, *Fixed-rate compressed floating-point arrays*, TVCG 2014): it uses ZFP's lifted,
-nearly orthogonal transform along both sides of a block, has one scale a block, and gives bits first to the coefficients of low
+nearly orthogonal transform along both sides of a block, has one scale per block, and gives bits first to the coefficients of low
 sequency. ZFP's embedded coding reads its bits one after the other. Here, instead, each block names one of 16 tables that say
 how many bits each coefficient has (`block_tables`), and the step to which all its coefficients are rounded. The rate is the
 same, and every value is coded independently of the others.
 
-Blocks are tiles of the two innermost dimensions in memory where both are multiples of 4, otherwise 16 consecutive values. Only
+Blocks are tiles of the two innermost dimensions in memory if both are multiples of 4, otherwise 16 consecutive values. Only
 the last block is padded: a tensor takes `2 * rate` bytes for every 16 values, whatever its sizes.
 
-Arithmetic is float32 with one rounding an operation, in an order that is fixed below, so that all devices give the same bits:
+Arithmetic is float32 with one rounding per operation, in an order that is fixed below, so that all devices give the same bits:
 the transform only adds, and multiplies by powers of two. A NaN or an infinity comes back as itself; finite values in the same
 block come back as 0.
 
@@ -281,5 +281,5 @@ def _chosen(c: Tensor, const: Constants) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _shifted(code: Tensor, by: Tensor) -> Tensor:
-    """`code`, which is not negative, shifted to the left by `by` bits, or to the right where `by` is negative."""
+    """`code`, which is not negative, shifted to the left by `by` bits, or to the right if `by` is negative."""
     return (code << by.clamp(0, 63)).where(by >= 0, code >> by.neg().clamp_(0, 63))

@@ -77,7 +77,7 @@ def _widest(bits: tuple[tuple[int, ...], ...], together: int) -> int:
 
 
 def across(t: Tensor) -> int:
-    """How many blocks lie side by side in a strip: 1 where blocks are 16 values in a row."""
+    """How many blocks lie side by side in a strip: 1 if blocks are 16 values in a row."""
     sizes = in_memory(t)
     square = t.numel() > 0 and len(sizes) > 1 and sizes[-1] % SIDE == 0 and sizes[-2] % SIDE == 0
     return sizes[-1] // SIDE if square else 1

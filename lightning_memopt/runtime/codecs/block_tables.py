@@ -18,7 +18,7 @@ VALUES = SIDE * SIDE
 STEP_BITS, MODE_BITS = 10, 4
 HEADER_BITS = STEP_BITS + MODE_BITS
 NOT_FINITE = (1 << STEP_BITS) - 1
-"""Written instead of a step's number where a block has a NaN or an infinity. The block then has 2 bits a value (its kind)."""
+"""Written instead of a step's number if a block has a NaN or an infinity. The block then has 2 bits a value (its kind)."""
 LEAST_STEP = 4 * 27
 """Number of the smallest step, 2^-100: large enough that results do not depend on whether a device flushes denormals."""
 MOST_BITS = 20

@@ -1,6 +1,6 @@
 """Kernels that encode and decode blocks on CUDA, with the same bits as `block.py`, which says what they compute.
 
-This file is imported only where there are a CUDA tensor and Triton. One product is inexact and part of a sum. It must not
+This file is imported only if there are a CUDA tensor and Triton. One product is inexact and part of a sum. It must not
 become a fused multiply-add, which rounds once instead of twice (`enable_fp_fusion=False`). All other products are exact.
 """
 
@@ -112,7 +112,7 @@ def _inverse(c, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _addresses(block, count, total, across, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(addresses of the values of each block, whether the tensor has that value), [BLOCKS, 4, 4]. Where it has not, the address
+    """(addresses of the values of each block, whether the tensor has that value), [BLOCKS, 4, 4]. If it has not, the address
     is that of the last value.
     """
     first = (block // across) * (16 * across) + (block % across) * 4

@@ -20,7 +20,7 @@ GROUP = 64
 CHUNK = 1 << 11
 """Number of groups that are coded at a time."""
 _SCALE = 0.25  # all values are multiplied by it, so that the difference of any two is finite
-_TINY = 2.0**-126  # stored instead of a step of 0 where the step's sign is needed
+_TINY = 2.0**-126  # stored instead of a step of 0 if the step's sign is needed
 
 
 @dataclass(frozen=True)

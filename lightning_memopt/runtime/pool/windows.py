@@ -32,11 +32,11 @@ _AGAIN = 3
 class PoolStatus:
     """The planned pool at one moment.
 
-    reason: why no step is served from an arena; None where steps are, or will be.
+    reason: why no step is served from an arena; None if steps are, or will be.
     addresses: those of the signature with the largest arena; None while steps are logged.
     steps: number of steps that were served from the arena.
     deviating: number of these steps with requests that fell through to the ordinary allocator.
-    reserved_nbytes: bytes of the arena plus maximum bytes outside of it, in the last of these steps.
+    reserved_nbytes: bytes of the arena plus maximum bytes outside it, in the last of these steps.
     last: how the requests of the last of these steps were served.
     total: the same for all of these steps.
     """
@@ -92,7 +92,7 @@ class _Log:
 
 
 class PoolWindows:
-    """The windows of one run. `begins` is called when a step begins, `rests` where steps without a window follow.
+    """The windows of one run. `begins` is called when a step begins, `rests` when steps without a window follow.
 
     solve: gives the addresses for a logged step within a number of bytes, or the reason why there are none.
     decided: is told of the addresses that were solved for the signature of a key.
@@ -116,7 +116,7 @@ class PoolWindows:
     def begins(self, key: object, budget_nbytes: int, planned: Addresses | None = None) -> None:
         """A step of a signature begins in this thread. `key`: an object that lives as long as the signature does.
         `budget_nbytes`: maximum for the arena and all other bytes of the process. `planned`: the addresses that its plan has. A
-        new signature runs by them, where the budget has room.
+        new signature runs by them, if the budget has room.
         """
         if self._ended is not None:
             return
