@@ -253,8 +253,8 @@ def _entered(module: nn.Module, entry: _Entry, *args: Any, **kwargs: Any) -> Any
 def instead_of_calls(module: nn.Module, call: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
     """Within, run `call(original, *args, **kwargs)` instead of every call of the module, compiled or not.
 
-    original: the function that the call would have run. If the wrapper of `torch.compile(module)` is called, it is its function,
-        which may call the module itself once more.
+    original: the function that the call would have run. If the wrapper of `torch.compile(module)` is called, it is its
+        function, which may call the module itself once more.
     """
     return _watching([_Watched(module, partial(_instead, module, call), call)])
 

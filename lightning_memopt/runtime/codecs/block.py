@@ -1,9 +1,9 @@
 """Fixed-rate transform coding of feature maps: blocks of 4 x 4 values at 4 to 16 bits a value, lossy.
 
 The codec is of the ZFP family (Lindstrom, *Fixed-rate compressed floating-point arrays*, TVCG 2014): it uses ZFP's lifted,
-nearly orthogonal transform along both sides of a block, has one scale per block, and gives bits first to the coefficients of low
-sequency. ZFP's embedded coding reads its bits one after the other. Here, instead, each block names one of 16 tables that say
-how many bits each coefficient has (`block_tables`), and the step to which all its coefficients are rounded. The rate is the
+nearly orthogonal transform along both sides of a block, has one scale per block, and gives bits first to the coefficients of
+low sequency. ZFP's embedded coding reads its bits one after the other. Here, instead, each block names one of 16 tables that
+say how many bits each coefficient has (`block_tables`), and the step to which all its coefficients are rounded. The rate is the
 same, and every value is coded independently of the others.
 
 Blocks are tiles of the two innermost dimensions in memory if both are multiples of 4, otherwise 16 consecutive values. Only

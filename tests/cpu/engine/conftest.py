@@ -1,4 +1,4 @@
-"""Modules of these tests are small: the engine leaves the recorder for them as it does for larger ones."""
+"""The modules of these tests are small: here the engine runs them without the recorder, as it does with larger ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_memopt.session.forward.recording import PlannedRecording
 
 @pytest.fixture(autouse=True)
 def leaving_small_modules():
-    """The recorder is left for modules of few ops, too."""
+    """Modules of few ops run without the recorder, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "_WORTHWHILE", 4)
         yield
@@ -19,7 +19,7 @@ def leaving_small_modules():
 
 @pytest.fixture
 def left(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """Grows by every module whose call ends under a plan in which it may run without the recorder."""
+    """A list that gets each module whose call ends under a plan in which the module may run without the recorder."""
     modules: list[nn.Module] = []
     ends = PlannedRecording._module_ends
     monkeypatch.setattr(PlannedRecording, "_module_ends", lambda self, m: (modules.append(m), ends(self, m)))

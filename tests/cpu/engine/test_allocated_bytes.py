@@ -1,4 +1,4 @@
-"""A graph of a CUDA device has the bytes that the allocator gives, and a storage those that were asked for."""
+"""The graph of a CUDA device has the bytes that the allocator gives; a storage has the bytes that were requested."""
 
 from __future__ import annotations
 

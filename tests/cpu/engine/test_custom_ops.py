@@ -54,7 +54,7 @@ def doubles(x: Tensor) -> Tensor:
 
 
 def in_thread(write: Callable[..., object], *args: object) -> None:
-    """A write that the recorder does not see, though it is counted."""
+    """A write that the recorder does not see, although a version counter counts it."""
     thread = threading.Thread(target=write, args=args)
     thread.start()
     thread.join()
@@ -147,7 +147,7 @@ def test_b15_what_the_op_writes_over_is_kept(way, counted: int) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_b15_plans_of_both_engines(way) -> None:
-    """Some that the solvers find, and some at random, in three steps one after the other."""
+    """Some plans that solvers find and some random ones, each in three consecutive steps."""
 
     def program() -> tuple[nn.Module, Tensor]:
         torch.manual_seed(0)
@@ -204,7 +204,7 @@ def test_every_budget_of_a_loop() -> None:
 
 
 class Lost(nn.Module):
-    """Another thread writes to what was read, and then the op does: nobody has the bytes that were read."""
+    """Another thread writes to a tensor that was read, and then the op does: nobody has the bytes that were read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ def test_a_tensor_with_a_history_is_written() -> None:
 
 
 class Later(Inside):
-    """Another thread writes after an op that may run again: it makes the bytes from before that write."""
+    """Another thread writes after an op that may run again: running it again makes the bytes from before that write."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x).sin() * 2

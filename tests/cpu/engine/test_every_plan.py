@@ -1,7 +1,7 @@
 """Any plan of a frontier, not only those that budgets happen to choose, runs as predicted: same bits, same bytes.
 
-A plan's schedule is keyed by what autograd asks for and lets go of. The chain programme puts segments and frees where it likes;
-where autograd holds the tensor itself, nobody would tell the engine.
+The engine follows a plan's schedule at the unpacks and releases of its handles. The chain program may put segments and frees at
+other points: if autograd holds the tensor itself there, nothing tells the engine that the point has come.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ pytestmark = pytest.mark.usefixtures("deterministic")
 
 CPU = torch.device("cpu")
 ROOM_NBYTES = 64
-"""Scalars that the loop itself has."""
+"""Bytes of scalars that the loop itself holds."""
 RUNS = 6
-"""Plans of each frontier that are executed; where segments and frees lie is looked at in all of them."""
+"""Number of plans of each frontier that are executed; the points of segments and frees are checked in all plans."""
 
 
 class Tiny:
@@ -78,7 +78,9 @@ class Tiny:
 
 @pytest.mark.parametrize("name", ["mixtral", "t5"])
 def test_every_plan_runs_as_predicted(name: str) -> None:
-    """Segments and frees lie where the engine is told of it; bits are equal, and bytes as predicted."""
+    """Segments and frees are at points of which the engine is told. Results have the same bits, and the peak is as
+    predicted.
+    """
     tiny = Tiny(name)
     tiny.step()
     expected = tiny.step()

@@ -1,4 +1,5 @@
-"""What is held of a storage version: every method leads where NOTE [States of a holding] says, and all else is refused."""
+"""What is held of a storage version: every method leads to the state that NOTE [States of a holding] says, and everything else
+is refused."""
 
 import ast
 from collections.abc import Callable
@@ -97,7 +98,7 @@ def test_bytes_that_come_back_bit_identical_are_fetched() -> None:
 
 
 def test_nothing_else_sets_what_a_holding_holds() -> None:
-    """`value`, `expected`, `stream` and `parked` are set in holding.py alone, but for the stream that reads (in_order)."""
+    """`value`, `expected`, `stream` and `parked` are set only in holding.py, except by the stream that reads (in_order)."""
     package = Path(lightning_memopt.__file__).parent
     fields = {"value", "expected", "stream", "parked"}
     setters = []

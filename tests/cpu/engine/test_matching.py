@@ -109,7 +109,9 @@ class Aside(nn.Module):
 
 
 def test_what_autograd_saves_and_never_asks_for_is_counted() -> None:
-    """It stays until its graph goes, whatever the plan: left out, the budget was exceeded without a word before the step."""
+    """It stays until its graph is freed, whatever the plan. If it is left out, the budget is exceeded without a message before
+    the step.
+    """
 
     def build() -> nn.Module:
         torch.manual_seed(0)

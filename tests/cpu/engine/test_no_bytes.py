@@ -1,4 +1,4 @@
-"""Tensors without elements: a weight of no bytes is there, and no sharded weight that is away."""
+"""Tensors without elements: a weight of 0 bytes is in memory, and is not taken for a sharded weight that is away."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ from tests.cpu.lib.stepped import Stepped, held, same, stepped
 
 WIDTH = 16
 ROOM_NBYTES = 64
-"""Scalars that the loop itself has."""
+"""Bytes of scalars that the loop itself holds."""
 RUNS = 10
-"""Plans of a frontier that are executed."""
+"""Number of plans of a frontier that are executed."""
 
 
 class Noises(nn.Module):
@@ -59,8 +59,8 @@ class Noises(nn.Module):
 
 
 def forgetful(graph: Graph) -> Program:
-    """A plan that holds twice the noise, lets go of it after its first use, and makes it again from the noise for the second
-    one. It holds what was there before the noise.
+    """A plan that holds `noise * 2`, drops it after its first use, and rebuilds it from the noise for its second use. It also
+    holds what was there before the noise.
     """
     producers, held = graph.producers, unrepeatable(graph)
     drawn = [op for op in graph.forward if op.name.startswith(("aten::rand_like", "aten::uniform_"))]
@@ -79,7 +79,7 @@ def forgetful(graph: Graph) -> Program:
 
 
 def least(graph: Graph) -> Program:
-    """A plan that holds nothing but what no op can make again."""
+    """A plan that holds only what cannot be rebuilt."""
     roll = Rollout(graph)
     roll.serve(requests(graph), {*unrepeatable(graph)})
     return Program(graph, roll.lives())
@@ -91,7 +91,7 @@ KINDS = {"after another op": True, "after another noise": False, "in place": Fal
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_noise_where_the_plan_has_another_op(kind: str) -> None:
-    """What is made of the noise was let go as the plan says, and nothing could make it again."""
+    """Without the noise's state, nothing can rebuild what is made from it: it is not dropped, although the plan says so."""
     model = Noises(kind)
     with stepped(model) as step:
         program = forgetful(step.graph)
@@ -119,7 +119,7 @@ class Added(nn.Module):
 
 
 def test_a_sum_in_place_with_what_never_runs_again() -> None:
-    """What is added is held, so the sum and what follows it are made again."""
+    """What is added is held, so the sum and what follows it are rebuilt."""
     model = Added()
     with stepped(model) as step:
         program = least(step.graph)
@@ -133,7 +133,7 @@ class Penalised(nn.Module):
     """The loss of one batch, with two gradients that are taken in the forward. The second one needs `lower`, which is rebuilt
     and stays; then the plan lets go of what it was made from.
 
-    kind: "written": `lower` is written over in the forward, and backward starts from its old bytes;
+    kind: "written": `lower` is overwritten in the forward, and backward starts from its old bytes;
         "unused": in a `shorter` step a tensor that was made from it is not used.
     shorter: see `kind`.
     """
@@ -164,7 +164,7 @@ class Penalised(nn.Module):
 @pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_native)])
 @pytest.mark.parametrize("kind", ["written", "unused"])
 def test_what_a_backward_in_the_forward_rebuilt_stays(kind: str, native: bool) -> None:
-    """It was dropped because an op had made it; but what this op reads had been let go."""
+    """An op made it, but it cannot be dropped: what this op reads has been let go of."""
     model = Penalised(kind)
     with stepped(model) as step, contextlib.nullcontext() if native else engine.without():
         program = least(step.graph)
@@ -182,7 +182,7 @@ _is_forward = [True]
 
 
 def _normed(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A result, and one that a second run leaves unwritten: nobody may read it then."""
+    """Two results, of which a second run leaves the second one unwritten: then nobody may read that one."""
     return x.sin(), x.cos() if _is_forward[0] else torch.full_like(x, torch.nan)
 
 

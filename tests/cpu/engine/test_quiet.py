@@ -133,7 +133,7 @@ class Statistics(nn.Module):
 
 @pytest.mark.parametrize("kind", ["views of one buffer", "parameter", "trained later"])
 def test_no_statistics_are_written_where_nobody_sees_it(kind: str) -> None:
-    """Batch norm tells no version counter, and the graph does not say what it writes."""
+    """Batch norm increments no version counter, and the graph does not say what it writes."""
     assert not quiet_in(within(lambda: Statistics(kind), verify=False))
 
 
@@ -198,7 +198,7 @@ def test_a_context_that_is_left_elsewhere(name: str, left: list[nn.Module]) -> N
 
 
 def test_a_backward_within_that_ends_the_forward(left: list[nn.Module]) -> None:
-    """As in Lightning's manual optimization: nothing is entered again behind it."""
+    """As in Lightning's manual optimization: nothing is entered again after it."""
     runs: list[Run] = []
 
     def act(small: Small, x: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,8 @@
-"""Random nets under plans of one forward that run others: branches, extra and missing ops, writes through `.data`, handed out
-memory. Rebuilt, away, both; gradients, twice, in parts, of gradients; the generator afterwards. Or the error of plain autograd.
+"""Random nets whose forwards differ from the forward of their plan: other branches, extra and missing ops, writes through
+`.data`, memory that is handed out.
+
+Plans rebuild tensors, park them, or do both. Backward runs once, twice, in parts, or as a double backward. Gradients and the
+state of the generator are those of the plain step, or the error is that of plain autograd.
 """
 
 from __future__ import annotations
@@ -90,7 +93,7 @@ class Random(nn.Module):
 
 
 def trips(one: Stepped, base: tuple[Life, ...], draw: random.Random) -> list[Trip]:
-    """Most of what may go away does, for a random part of its gap, in one of the exact forms."""
+    """Park most of the tensors that may be parked, each for a random part of its gap, in one of the exact forms."""
     graph: Graph = one.graph
     read = {t for op in lower(graph, base).rebuilt for t in graph.ops[op].inputs}
     found = []
@@ -139,9 +142,10 @@ def ran(one: Stepped, program: Program | None, how: int, verify: bool) -> list[T
     return one.outcome(loss)
 
 
-# Gradients or the generator were wrong, without an error; in the last three a step was refused: (seed, held, turn, backward).
-# A random op ran again without the state that nobody had taken; tensors that had been made were made once more, under the same
-# name; what was written through `.data` had been met before, under another version counter.
+# (seed, held, turn, backward) of cases that failed once. Gradients or the generator were wrong, without an error; in the last
+# three cases a step was refused. Causes: a random op ran again although its state had not been recorded; tensors that had been
+# made were made once more, under the same name; memory written through `.data` had been met before, under another version
+# counter.
 FOUND = [
     (94, 3, 12, 0),
     (102, 2, 13, 1),

@@ -42,7 +42,9 @@ class Block(nn.Module):
 
 
 class Layers(nn.Module):
-    """`skips`: for each call the layers that are left out. `first`: norms come first in a layer. `drawn`: by a drawn number."""
+    """`skips`: for each call the layers that are left out. `first`: norms come first in a layer. `drawn`: each layer draws a
+    number.
+    """
 
     def __init__(self, skips: Skips, first: bool, drawn: bool) -> None:
         super().__init__()
@@ -63,7 +65,7 @@ class Layers(nn.Module):
 
 
 class Routed(nn.Module):
-    """Each token goes to two of four experts; how many tokens an expert has, only Python knows (JetMoE)."""
+    """Each token goes to two of four experts; only Python knows how many tokens an expert has (JetMoE)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +122,7 @@ class Stack(nn.Module):
 
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The session measures no step: these tests do, and two profilers cannot."""
+    """The session measures no step: these tests do, and two profilers cannot run at the same time."""
     no_step_is_measured(monkeypatch)  # else it would be planned again
 
 
@@ -159,7 +161,7 @@ def trained(
         return peaks, state(model), None
     budget: int | str = above
     if isinstance(above, int):
-        budget = above + counted_nbytes() + sum(p.nbytes for p in model.parameters())  # their momentum is to come
+        budget = above + counted_nbytes() + sum(p.nbytes for p in model.parameters())  # their momentum, which is not there yet
     with optimize(model, optimizer, budget=budget, **QUIET) as run:
         loop()
     found = state_of(run)
@@ -181,7 +183,7 @@ def kept(build: Build, steps: int, share: float, planned: int = 2) -> tuple[list
 @pytest.mark.parametrize("first", [False, True], ids=["post", "pre"])
 @pytest.mark.parametrize("share", [0.5, 0.4])
 def test_layers_that_are_left_out_keep_the_budget(share: float, first: bool, drawn: bool) -> None:
-    """What follows a layer that did not run reads the tensor before it, and is planned as ever."""
+    """What follows a layer that did not run reads the tensor before that layer, and is still planned."""
     peaks, above, found = kept(lambda: Layers(SKIPS, first, drawn), len(SKIPS), share)
     hidden = TOKENS * WIDTH * 4  # falls short by less than one hidden state where norms come first: 51 KB of 4 MB
     assert max(peaks) <= above + hidden * first, f"{peaks} measured, {above} allowed"
@@ -190,7 +192,9 @@ def test_layers_that_are_left_out_keep_the_budget(share: float, first: bool, dra
 
 @pytest.mark.parametrize(("share", "seed"), [(0.5, 10), (0.4, 22)])
 def test_left_out_layers_under_other_plans(share: float, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times drawn at random give other plans: these rebuild what reads a tensor that nothing of the plan was to read."""
+    """Times drawn at random give other plans: they rebuild ops that read a tensor which, by the plan, nothing reads any
+    more.
+    """
     given(monkeypatch, Drawn(seed))
     peaks, above, _ = kept(lambda: Layers(SKIPS, True, False), len(SKIPS), share)
     assert max(peaks) <= above, f"{peaks} measured, {above} allowed"
@@ -213,7 +217,7 @@ def test_sizes_that_python_decides_on_keep_the_budget(share: float) -> None:
 
 @pytest.mark.parametrize("seed", [None, 71, 90])
 def test_experts_without_tokens_keep_the_budget(seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that gets none does not run; the others have more tokens then, for which the plan has room."""
+    """An expert without tokens does not run. The others then have more tokens, for which the plan has room."""
     if seed is not None:
         given(monkeypatch, Drawn(seed))  # these plans hold the results of some experts, and not of those that do not run
     skips: Skips = [set(), set(), set(), set(), {0}, {5}, set(), {2}]
@@ -223,7 +227,7 @@ def test_experts_without_tokens_keep_the_budget(seed: int | None, monkeypatch: p
 
 @pytest.mark.parametrize("first", [False, True], ids=["post", "pre"])
 def test_a_second_backward_of_a_step_that_leaves_out_layers(first: bool) -> None:
-    """Nothing that it needs was let go, although parts of the plan were passed over."""
+    """Nothing that it needs is let go of, although the forward passes over parts of the plan."""
     _, expected, _ = trained(lambda: Layers(SKIPS, first, False), len(SKIPS), None, retained=4)
     plain, _, _ = trained(lambda: Layers(SKIPS, first, False), len(SKIPS), None)
     _, got, _ = trained(lambda: Layers(SKIPS, first, False), len(SKIPS), int(0.5 * max(plain)), retained=4)
@@ -231,7 +235,7 @@ def test_a_second_backward_of_a_step_that_leaves_out_layers(first: bool) -> None
 
 
 class Twice(nn.Module):
-    """`x.sin()` and a dropout, the other way round in some calls, with another dropout of the same."""
+    """`x.sin()`, then a dropout of `x`. In some calls the order is reversed, and a second dropout of `x` follows."""
 
     def __init__(self, calls: set[int]) -> None:
         super().__init__()
@@ -254,7 +258,9 @@ class Twice(nn.Module):
 
 
 def test_a_name_is_given_once_a_step() -> None:
-    """An op that runs again under the plan's eyes makes another tensor: rebuilds of the first must not read it."""
+    """If user code runs an op of the plan a second time, the result is another tensor: rebuilds must not read it instead of the
+    first.
+    """
     calls = {3, 5}
     build = lambda: Stack(*(Twice(calls) for _ in range(4)))  # noqa: E731
     _, expected, _ = trained(build, 8, None)

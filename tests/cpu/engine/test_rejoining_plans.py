@@ -1,5 +1,5 @@
-"""Steps that leave out layers, or run ops in another order, under random plans: what stands in for a tensor that was not
-made serves every rebuild that reads it, with the bits of the plain step and about the bytes that the plan predicts.
+"""Steps that leave out layers, or run ops in another order, under random plans: the tensor that is used instead of one that
+was not made serves every rebuild, with the bits of the plain step and about the bytes that the plan predicts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PLANS = 6
 
 
 class Once(nn.Module):
-    """The loss of one batch; `skips`: what layers the next forward leaves out."""
+    """The loss of one batch; `skips`: the layers that the next forward leaves out."""
 
     def __init__(self, first: bool, drawn: bool) -> None:
         super().__init__()
@@ -50,7 +50,9 @@ def step(request: pytest.FixtureRequest, first: bool) -> Iterator[Stepped]:
 
 
 def draw(rng: random.Random) -> Skips:
-    """None; the first, for what stands in for its result was made before the step; any."""
+    """Layers to leave out: none; the first, instead of whose result a tensor from before the step is used; the first and
+    another; any.
+    """
     return [set(), {0}, {0, rng.randrange(1, DEPTH)}, {i for i in range(DEPTH) if rng.random() < 0.4}]
 
 
@@ -87,7 +89,9 @@ class Swapped(nn.Module):
 
 @pytest.mark.parametrize("seed", [0, 1, 52])
 def test_ops_run_in_another_order_under_any_plan(seed: int) -> None:
-    """Backward then asks in another order, too: what it has yet to ask for does not go where the plan had it asked before."""
+    """Then the unpacks of backward come in another order, too: a tensor stays until its unpack, even if the plan had it
+    earlier.
+    """
     model, rng = Swapped(), random.Random(seed)
     with stepped(model) as step:
         program = Program(step.graph, random_lives(step.graph, rng, held=rng.choice((0.1, 0.2, 0.4))))
@@ -96,8 +100,8 @@ def test_ops_run_in_another_order_under_any_plan(seed: int) -> None:
 
 
 class Added(nn.Module):
-    """The loss of one batch: parts whose layers are added up in place, the first one deeper; without the last ones where
-    `shorter`.
+    """The loss of one batch: parts whose layers are added up in place, the first one deeper. `shorter`: without the
+    last layers.
     """
 
     def __init__(self) -> None:
@@ -130,7 +134,7 @@ def sums_held(graph: Graph) -> tuple[Life, ...]:
 
 
 def test_what_stands_in_goes_when_the_planned_tensor_would() -> None:
-    """A sum without its last layer is one that the plan writes over, so nothing makes it again: held, but not to the end."""
+    """A sum without its last layer is one that the plan overwrites, so nothing rebuilds it: it is held, but not to the end."""
     model = Added()
     with stepped(model) as step:
         lives = sums_held(step.graph)

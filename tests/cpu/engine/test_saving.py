@@ -71,5 +71,5 @@ def train(opens: Opens, enters: bool, late: bool, budget: str | None) -> list[to
 @pytest.mark.parametrize(("opens", "enters"), [(save_on_cpu, True), (lossy, True), (save_on_cpu, False)])
 @pytest.mark.parametrize("late", [False, True])
 def test_hooks_that_are_left_elsewhere(opens: Opens, enters: bool, late: bool) -> None:
-    """Torch's own stack is as without us, in every step, and so are the bits."""
+    """In every step, torch's stack of hooks and the bits are those of the plain run."""
     assert all(map(torch.equal, train(opens, enters, late, "min"), train(opens, enters, late, None)))

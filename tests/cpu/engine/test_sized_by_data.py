@@ -130,7 +130,7 @@ def test_a_plan_has_room_for_the_largest_sizes_seen() -> None:
 
 
 def test_experts_take_turns() -> None:
-    """What one of several alike results gained from step to step, each of them may gain."""
+    """If one of several alike results grows from step to step, there is room for each of them to grow as much."""
     graphs = [observed(seed) for seed in range(2)]
     found = roomy(graphs)
     gelus = [op.outputs[0] for op in found.forward if op.name == "aten::gelu"]

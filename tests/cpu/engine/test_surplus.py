@@ -1,4 +1,5 @@
-"""An observed step takes no more than the plain one and a little, whatever the forward lets go of: verification looks less."""
+"""An observed step takes only a little more than the plain one, whatever the forward lets go of: if need be, less is
+verified."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class OutBuffer(Layers):
 
 
 class SearchInside(Layers):
-    """A solver without gradients, which the last iterate comes from."""
+    """A solver that runs without gradients; only its last iterate is used."""
 
     def forward(self, x: Tensor) -> Tensor:
         z = torch.zeros_like(x)
@@ -252,7 +253,7 @@ def test_no_eviction_holds_more_than_it_frees() -> None:
 
 
 def test_copies_are_counted() -> None:
-    """By the allocator's counter, and in the surplus: each of them, though they are of one storage."""
+    """Each copy counts in the allocator's counter and in the surplus, although all are copies of one storage."""
     counts = counter()
     assert counts is not None
     original = torch.randn(1000)
@@ -300,7 +301,7 @@ class Distances(Layers):
 
 
 def test_a_retained_graph_holds_what_it_does_without_a_run() -> None:
-    """What autograd does not hold goes when the observed step is over."""
+    """What autograd does not hold is freed when the observed step is over."""
     counts = counter()
     assert counts is not None
 
@@ -321,7 +322,9 @@ def test_a_retained_graph_holds_what_it_does_without_a_run() -> None:
 
 
 def test_what_cannot_be_compared_is_kept_where_torch_does_not_say_that_it_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A custom op without room to run again beside its kept result is not an op that a plan runs again; an op of torch is."""
+    """If there is no room to run a custom op again beside its kept result, no plan runs it again; an op of torch may run
+    again.
+    """
 
     @torch.library.custom_op("memopt_surplus::tripled", mutates_args=())
     def tripled(x: Tensor) -> Tensor:

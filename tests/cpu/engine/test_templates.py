@@ -1,4 +1,4 @@
-"""Steps that change after templates were learned: the bits of the plain loop, whatever is other than in the step before."""
+"""Steps that change after templates were learned: the bits of the plain loop, whatever differs from the step before."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def never(loss, m, x):
 
 @pytest.mark.parametrize("backward", [twice, subset, first_layer_only, doubly, two_at_once, two_in_turn, never])
 def test_another_backward(backward):
-    """EXACT when some steps run backward otherwise; or the run says that it cannot."""
+    """EXACT when some steps run backward in another way; or the run says that it cannot."""
     current = []
 
     def loss(m, x):

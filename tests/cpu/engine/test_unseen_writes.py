@@ -18,7 +18,7 @@ WIDTH = 16
 
 
 class Net(nn.Module):
-    """Ops whose results are rebuilt, with `between` in their midst."""
+    """Ops whose results are rebuilt, and `between`, which runs in the middle of them."""
 
     def __init__(self, between: Callable[[Net, Tensor], Tensor]) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def test_a_loop_that_refills_its_array() -> None:
 
 @pytest.mark.parametrize("what", ["batch", "weights"])
 def test_memory_that_becomes_numpys_after_the_plan_was_made(what: str) -> None:
-    """torch says of memory that numpy shares what it says of another library's: what starts from it is kept in that step.
+    """Torch marks memory that numpy shares like another library's memory: in that step, results that start from it are kept.
 
     Two such steps take more than their plan: a third one is observed, and planned for.
     """

@@ -372,7 +372,7 @@ class Parts(Body):
 
 
 class Trunk(nn.Module):
-    """The same, on a trunk that the loss has a backward through."""
+    """The same, after a trunk whose backward the loss runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -397,7 +397,7 @@ def test_a_part_without_a_backward_is_held_at_the_update(factory: Callable[[], n
 
 
 def test_a_part_that_is_held_can_be_read_after_the_update() -> None:
-    """By autograd, where it asks for no weight: what it saved has the bytes of the forward."""
+    """Autograd may read it if that needs no weight: what it saved has the bytes of the forward."""
 
     def train_on(model: Trunk, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         found = []

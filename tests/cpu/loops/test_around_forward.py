@@ -1,4 +1,5 @@
-"""What user code has around the model's call, and ends where it likes: dispatch modes, saved-tensor hooks; nested batches."""
+"""Contexts that user code enters around the model's call and leaves at any time: dispatch modes, saved-tensor hooks. Nested
+batches."""
 
 from __future__ import annotations
 
@@ -71,13 +72,13 @@ def trained_twice(make: Around, until: str = "forward") -> tuple[list[Any], list
 
 @pytest.mark.parametrize("until", UNTIL)
 def test_a_mode_of_the_users(until: str) -> None:
-    """It sees what it sees plainly, where nothing is rebuilt while it is on, and is left when it says."""
+    """It sees the ops of the plain run if nothing is rebuilt while it is on, and it ends when its user ends it."""
     expected, found, run = trained_twice(Count, until)
     assert run.status().frontier is not None
     counts = [[mode.ops for mode in modes] for modes in (expected, found)]
     if until == "forward":
         assert counts[0] == counts[1]
-    else:  # it counts rebuilds, and what is measured of the update, too
+    else:  # it also counts the ops of rebuilds, and those with which the update is measured
         assert all(a <= b for a, b in zip(*counts, strict=True))
 
 
@@ -130,7 +131,7 @@ def test_torchs_own_hooks_keep_the_bits_and_are_replaced() -> None:
 
 
 def test_a_checkpoint_of_the_whole_model_is_left_alone() -> None:
-    """It runs the forward twice: running statistics are updated twice."""
+    """The checkpoint runs the forward twice: running statistics are updated twice."""
 
     def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         torch.manual_seed(7)

@@ -1,4 +1,4 @@
-"""A script that replaces the clocks of the module `time` keeps all their readings, and has a plan."""
+"""If a script replaces the clocks of the module `time`, a run takes no reading from them, and still gets a plan."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.cpu.lib.loops import batches, leaves_nothing, loss_of, small
 
 
 def trained(mode: str | None) -> tuple[list[object], Run | None]:
-    """`mode`: as of `optimizer_in_backward`, None for the plain loop."""
+    """`mode`: the value of `optimizer_in_backward`; None for the plain loop."""
     torch._dynamo.reset()
     model = small()
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)

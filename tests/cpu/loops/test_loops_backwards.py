@@ -87,7 +87,7 @@ def test_several_forwards_and_backwards(use: Callable[[nn.Module, Batch], Tensor
     run = agrees(run_all, deep, adamw)
     frontier = run.status().frontier
     assert frontier is not None
-    budget = (frontier.smallest_nbytes + frontier.unmodified_peak_nbytes) // 2 + 8192  # and what this test holds by then
+    budget = (frontier.smallest_nbytes + frontier.unmodified_peak_nbytes) // 2 + 8192  # plus what this test holds by then
     del run  # what is alive counts
     gc.collect()
     found = state_of(agrees(run_all, deep, adamw, budget=budget))
@@ -99,7 +99,7 @@ def test_several_forwards_and_backwards(use: Callable[[nn.Module, Batch], Tensor
 def test_gan(shared: bool) -> None:
     """Generator and discriminator in blocks of their own; the discriminator sees detached fakes, then the generator's.
 
-    `shared`: the fakes of the first backward are those of the second; else it is run twice.
+    `shared`: both backwards use the same fakes; otherwise the generator runs twice.
     """
 
     def run_all(g: nn.Module, d: nn.Module, of_g: Any, of_d: Any) -> list[Tensor]:

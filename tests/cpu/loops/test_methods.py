@@ -165,7 +165,9 @@ class Agent(nn.Module):
 @pytest.mark.filterwarnings("error:MemOpt")
 @pytest.mark.parametrize("gradients", [False, True], ids=["no_grad", "with gradients"])
 def test_moves_of_an_agent_between_its_steps(gradients: bool) -> None:
-    """Also where the moves record gradients that nobody asks for: each is given up, and the step is planned by itself."""
+    """The step is planned without the moves, even if they record gradients that nobody asks for: each such forward is given
+    up.
+    """
 
     def loss(agent: Agent, x: Tensor) -> Tensor:
         for move in x[:4]:
@@ -308,7 +310,7 @@ def test_modules_that_take_turns() -> None:
 
 
 def test_single_modules_are_not_watched_where_the_model_is_called() -> None:
-    """From the first update on, and again from the first step on that passes without a call of the model."""
+    """They are no longer watched after the first update, and are watched again after a step without a call of the model."""
     model = small()
     with optimize(model, optimizer := sgd(model), budget="min", **QUIET) as run:
         assert entered(model)
@@ -328,7 +330,7 @@ def test_single_modules_are_not_watched_where_the_model_is_called() -> None:
 
 
 def test_modules_that_are_called_beside_the_model_are_no_forwards() -> None:
-    """In the first step, when they are watched: after a call of the model they belong to its step, and change no plan."""
+    """In the first step they are watched, too. After a call of the model they belong to its step, and change no plan."""
 
     def loss(model: Small, batch: Batch) -> Tensor:
         return loss_of(model, batch) + 0.1 * body(model, batch[1]).square().mean()

@@ -81,7 +81,7 @@ def test_moves_whose_results_live_until_the_next_one(moves: int, recorded: list[
 
 
 def test_a_move_of_the_shapes_of_the_training_call() -> None:
-    """No forward would be left: from then on such calls begin forwards again."""
+    """If such calls were moves, no forward would be left: from then on they begin forwards again."""
 
     def use(model: Agent, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         torch.manual_seed(1)
@@ -99,7 +99,7 @@ def test_a_move_of_the_shapes_of_the_training_call() -> None:
 
 
 def test_a_call_whose_graph_is_dropped_once_a_step() -> None:
-    """A target by the same network, for a batch of the same shapes: it is not a move."""
+    """The same network computes the target, on a batch of the same shapes: that call is not a move."""
 
     def use(model: Agent, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         torch.manual_seed(1)
@@ -136,7 +136,7 @@ def test_many_ops_after_a_dropped_move_are_not_recorded(by: str, recorded: list[
 
 
 def test_an_observed_step_of_moves_alone_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it is known that they are moves, nothing of a step is observed until a training call."""
+    """Once these calls are known to be moves, nothing is observed until a training call."""
     begun = list[object]()
     begin = Observation.begin_round
 

@@ -48,7 +48,7 @@ def opened(model: Small, batch: Batch) -> Tensor:
 
 
 def nothing_is_on() -> bool:
-    """Neither hooks, at rest or not, nor modes are on."""
+    """Whether no dispatch modes are on, and no hooks, not even hooks at rest."""
     return innermost_hooks(True) is None and installed()[1] == []
 
 
@@ -136,7 +136,7 @@ def test_other_threads() -> None:
 
 
 def test_an_outer_hook_that_ends_is_the_users() -> None:
-    """Hooks that are on when a forward begins may end before it: ours are not taken off in their place."""
+    """Hooks that are on when a forward begins may end before it: ours are not taken off instead."""
     model, first = small(), batches(1)[0]
     with planned(model) as (_, optimizer):
         with save_on_cpu():
@@ -244,7 +244,7 @@ def test_copies_that_are_trained(inner_steps: int, by_hand: bool) -> None:
 
 @pytest.mark.parametrize("whole", [True, False], ids=["the model", "its modules"])
 def test_a_checkpoint_around_the_calls(whole: bool) -> None:
-    """It runs them twice, so its running statistics are written twice: it is left alone."""
+    """The checkpoint runs the calls twice, so running statistics are written twice. It is left alone."""
 
     def use(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         torch.manual_seed(1)

@@ -99,7 +99,9 @@ def test_state_made_by_the_only_observed_step_is_planned_for(name: str) -> None:
 
 
 def test_update_of_the_only_observed_step_is_not_metered() -> None:
-    """The meter of ops is closed where a budget is checked before the first update: no op after that has a workspace of it."""
+    """The meter of ops is closed when a budget is checked before the first update: no op after that has a measured
+    workspace.
+    """
     model = small()
     with optimize(model, optimizer := sgd(model), budget="min", **QUIET) as run:
         train(model, optimizer, batches(3))
@@ -114,7 +116,7 @@ def test_update_of_the_only_observed_step_is_not_metered() -> None:
 
 @pytest.fixture
 def observed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None]]:
-    """Of every observed step: the peak by the tracer's ledger, and by the allocator where the session metered it."""
+    """For every observed step, the peak by the tracer's ledger, and by the allocator if the session metered the step."""
     found: list[tuple[int, int | None]] = []
     begin, finish = Observation.begin_round, Observation.finish
 
@@ -167,7 +169,9 @@ def test_observing_keeps_the_budget(observed: list[tuple[int, int | None]]) -> N
 
 
 def test_profilers_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A metered step's trace is freed with the step: freed by the collector while a later one is taken, Kineto crashes."""
+    """A metered step's trace is freed with the step. If the collector freed it while a later trace is taken, Kineto would
+    crash.
+    """
     without_counter(monkeypatch)
     made: list[Any] = []
     original = memory.profile
@@ -279,7 +283,7 @@ def test_plan_file(tmp_path: Any) -> None:
         found = state_of(run)
         assert isinstance(found, Running) and found.peaks.steps == 5 and not found.drift.deviated
         assert not any(isinstance(s, Observing) for s in states_of(run).values())
-        held = sum(t.nbytes for t in expected.values())  # which, as this one's losses, the run that made the plan did not have
+        held = sum(t.nbytes for t in expected.values())  # like this run's losses, not there when the plan was made
         assert found.peaks.measured_nbytes is not None and found.peaks.measured_nbytes <= predicted + held + 64
     assert_same(expected, state(model))
 

@@ -1,4 +1,4 @@
-"""What runs between an update and the next forward is measured; where it is above the budget, one line says so."""
+"""What runs between an update and the next forward is measured; if it is above the budget, one line says so."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ counts = pytest.mark.skipif(loops_count.built() is None, reason="needs a compile
 @needs_native
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_counted_and_said_once(name: str) -> None:
-    """By a count from outside; no plan is made anew for bytes that no plan changes."""
+    """The measured peak agrees with a count from outside. No new plan is made, because no plan changes these bytes."""
     command = [sys.executable, "-m", "tests.cpu.lib.between_steps", name]
     options: dict[str, Any] = {"cwd": ROOT, "env": loops_count.environment(), "timeout": 300}
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, **options).stdout)
@@ -50,7 +50,7 @@ def taken() -> None:
 
 @needs_native
 def test_what_is_of_no_user_is_not_counted() -> None:
-    """A solve, and the steps of other runs, which are measured as their own."""
+    """Not counted are a solve, and the steps of other runs, which those runs measure."""
     install()
     between, other = Between(), Between()
     between.step_ended(True, CPU, None)

@@ -30,9 +30,9 @@ PLACES = [
     (torch._C._autograd, "_push_saved_tensors_default_hooks"),
 ]
 PLANNED, OBSERVED = 330, 20_000
-"""Most calls of a step."""
+"""Maximum number of calls of a step."""
 LISTENING = 120
-"""Calls of a forward in a process that has imported a compiler: it asks how code is to be split that is compiled meanwhile."""
+"""Number of further calls of a forward if the process has imported a compiler: they set how the compiler splits code."""
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -51,7 +51,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def counting() -> Iterator[Counter[str]]:
-    """The calls of functions of Python in this block, by their files. A generator that goes on is called once more."""
+    """The calls of functions of Python in this block, by their files. Each time that a generator goes on counts as a call."""
     found: Counter[str] = Counter()
 
     def seen(frame: FrameType, event: str, _: Any) -> None:

@@ -53,7 +53,7 @@ def test_what_is_measured_is_predicted(run, tmp_path):
 
 
 def test_costs_are_found_from_times_of_runs(monkeypatch):
-    """Where the runs that are timed take what they take at certain costs, these costs come out."""
+    """If the timed runs take as long as they would at certain costs, these costs are found."""
     true = costs.Costs(call=3e-6, argument=0.0, recorded=5e-6, rebuilt=7e-6, forward=1e-4, segment=2e-5)
     alone, touching, ops, few = 1e-6, 2e-7, 4 * costs._LINKS, 4
     chain = costs._Chain(costs._LINKS, torch.device("cpu"))

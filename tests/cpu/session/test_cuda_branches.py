@@ -185,7 +185,9 @@ def test_what_was_there_before_and_is_met_late_is_counted_once(older: bool, monk
 
 @pytest.mark.parametrize(("idle", "expected"), [(False, [1e-3] * 3), (True, [1e-3, 1e-6, 4e-4])])
 def test_on_an_idle_device_the_launch_is_no_part_of_an_op(idle: bool, expected: list[float], monkeypatch: Any) -> None:
-    """Between its two events a device that waits for work waits for the host. What it does before the first op is unknown."""
+    """Between an op's two events, a device without other work waits for the host. What it does before the first op is
+    unknown.
+    """
     device, ops = Device(monkeypatch), TimedOps(backend_of(CUDA))
     device.idle = idle
     clock = iter([0.0, 6e-4, 1.0, 1.0 + 2e-3, 2.0, 2.0 + 6e-4])

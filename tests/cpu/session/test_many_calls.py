@@ -93,7 +93,7 @@ def test_what_it_takes_is_predicted(budget: str) -> None:
 
 
 def test_an_error_in_the_backward_of_the_other_calls() -> None:
-    """It passes, and the steps after it are observed and planned."""
+    """The error is passed on, and the steps after it are observed and planned."""
     model = net()
     with leaves_nothing(model), optimize(model, optimizer := adam(model), budget="min", **QUIET) as run:
         for i in range(8):

@@ -92,7 +92,7 @@ def test_hopeless_budget_of_such_a_forward_is_refused_before_the_update(name: st
 
 
 def test_forward_without_a_backward_is_no_step() -> None:
-    """A step of the optimizer after a forward whose outputs were let go of is none to plan for."""
+    """If a forward's outputs were dropped before the optimizer steps, there is no step to plan for."""
     model = small()
     with optimize(model, optimizer := sgd(model), budget="min", **QUIET) as run:
         for batch in batches(3):
@@ -228,7 +228,7 @@ def test_compiled_code_is_named(whole: bool) -> None:
     model = small()
     (model if whole else model.layers[1]).compile()
     with (
-        torch.compiler.set_stance("force_eager"),  # it is said of what is marked as compiled: nothing has to be
+        torch.compiler.set_stance("force_eager"),  # the mark is enough: nothing need be compiled
         pytest.warns(UserWarning, match="inside of compiled code") as found,
         optimize(model, optimizer := sgd(model), budget="min", **QUIET) as run,
     ):

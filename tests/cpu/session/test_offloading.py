@@ -193,7 +193,7 @@ FAST = Coding(encode_bytes_per_second=1e12, decode_bytes_per_second=1e12)
 
 
 def test_masks_at_one_bit_are_lossless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ReLU's maps are one bit a value where only their sign is read: bit-equal, within the budget, as predicted."""
+    """ReLU's maps take one bit per value if only their sign is read: bit-equal, within the budget, as predicted."""
     monkeypatch.setattr(Offloading, "rates", MachineRates(name="fast", codecs={"positive": FAST}))
     torch.manual_seed(0)
     model, twin = Rectified(), Rectified()
@@ -230,7 +230,7 @@ def test_a_threshold_may_be_any_number() -> None:
 
 @torch.library.custom_op("memopt_hybrid::twice", mutates_args=())
 def twice(x: torch.Tensor) -> torch.Tensor:
-    """Nobody told us that it may run again."""
+    """An op of which nobody has said that it may run again."""
     return x * 2
 
 
@@ -255,7 +255,7 @@ class Gates(nn.Module):
 
 
 def test_compressed_and_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the link is slow and codecs are not, signs go to the disk at one bit: bit-equal, in the budget, as predicted."""
+    """If the link is slow and codecs are not, signs go to the disk at one bit: bit-equal, in the budget, as predicted."""
     slow = Link(out_bytes_per_second=1e6, in_bytes_per_second=1e6)
     monkeypatch.setattr(Offloading, "rates", MachineRates(name="slow", links={"disk": slow}, codecs={"positive": FAST}))
     torch.manual_seed(0)
@@ -323,7 +323,7 @@ def test_bad_options(options: dict[str, Any], said: str) -> None:
 
 @pytest.mark.real_times
 def test_the_disks_directory_is_the_one_that_was_named(smallest: int, tmp_path: Path, monkeypatch: Any) -> None:
-    """Of the check before anything runs, of the probe and of what plans put there; the bits are those of the plain run."""
+    """The check before anything runs, the probe and the plans all use it; the bits are those of the plain run."""
     made: list[str] = []
     real = tempfile.TemporaryFile
 
@@ -375,7 +375,7 @@ class Counting(TorchDispatchMode):
 
 @pytest.mark.real_times
 def test_rates_are_measured_beside_whatever_is_entered_here(tmp_path: Path) -> None:
-    """A plan is solved where a step ends: the modes and hooks of who trains have no part in what is measured."""
+    """A plan is solved when a step ends. The user's modes and hooks have no part in what is measured."""
     offloading = Offloading(torch.device("cpu"), MemOptConfig(offload=f"disk:{tmp_path}", compress="lossy"))
     packed: list[torch.Tensor] = []
     with Counting() as mode, torch.autocast("cpu"), torch.inference_mode():

@@ -186,7 +186,7 @@ def test_a_smaller_batch_borrows() -> None:
 
 
 def test_accumulating_batches_of_several_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths that differ within a step: what was measured is said of the largest, and not every step is measured for it."""
+    """Lengths differ within a step. The measured peak is said of the largest batch, and not every step is measured for it."""
     without_counter(monkeypatch)
     opened = []
     init = StepMeter.__init__

@@ -47,7 +47,7 @@ def digits(steps: int) -> list[tuple[Tensor, Tensor]]:
 
 
 class Loop:
-    """A plain loop: `zeroed` says where gradients are let go: before the forward, after it, or after the step."""
+    """A plain loop: `zeroed` says when gradients are let go of: before the forward, after it, or after the step."""
 
     def __init__(self, build: Callable[[], nn.Module], make: Callable[[nn.Module], Any], zeroed: str = "before") -> None:
         self.build, self.make, self.zeroed = build, make, zeroed
@@ -78,7 +78,7 @@ class Loop:
                 optimizer.zero_grad()
 
     def refused(self, budget: int, profile_steps: int = 2) -> tuple[int | None, str]:
-        """The budget that a refusal names, and what it says. Nothing of what was refused is in memory afterwards."""
+        """The budget that a refusal names, and what it says. Afterwards nothing of the refused run is in memory."""
         try:
             self.run(budget, profile_steps)
         except InfeasibleError as error:
@@ -137,7 +137,7 @@ def test_the_budget_that_is_named_works(build: Any, optimizer: str, profile_step
 
 def adversaries(budget: int | None, apart: bool) -> int | None:
     """A generator and its judge, whose updates take turns; the judge's gradients of the step before are there until its turn.
-    `apart`: each has a block of its own. The budget that a refusal names, None where the run came to its end.
+    `apart`: each has a block of its own. Returns the budget that a refusal names; None if the run came to its end.
     """
     torch.manual_seed(0)
     maker = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
@@ -241,7 +241,7 @@ def test_an_optimizer_that_is_not_torchs_is_said_not_to_be_known() -> None:
 
 
 def closures(budget: int) -> int | None:
-    """Steps of several closures each: the budget that a refusal names, None where the run came to its end."""
+    """Steps of several closures each. Returns the budget that a refusal names; None if the run came to its end."""
     model, (data,) = small(dropout=0.0), batches(1)
     optimizer = optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=8)
 

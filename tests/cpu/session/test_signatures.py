@@ -22,7 +22,7 @@ def signature(*shape: int) -> Any:
 
 
 def test_which_parameters_are_trained() -> None:
-    """As torch's own walk through the parameters has it, but that a shared one is there for each module."""
+    """The parameters are those of torch's own walk through them, except that a shared one is listed for each module."""
     inner = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.PReLU())
     model = nn.ModuleDict({"first": inner, "again": inner, "last": nn.Linear(3, 1, bias=False)})
     parameters = Parameters(model)
@@ -59,7 +59,7 @@ def test_a_changed_model_has_other_parameters(change: str) -> None:
 
 
 def test_a_table_that_is_replaced_as_a_whole_is_seen_in_the_end() -> None:
-    """No table that was there before tells of it."""
+    """No table from before shows the change."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     parameters = Parameters(model)
     assert parameters.trained() == (True,) * 4

@@ -91,7 +91,7 @@ def trained(model: nn.Module, steps: list[Step], run: Any = None, solved: Solved
 def runs_as_plain(
     build: Callable[[], nn.Module], steps: list[Step], solved: Solved, largest: Step, share: float = 0.7
 ) -> tuple[Run, list[str]]:
-    """Train plainly and within a share of what the largest batch has on top; what was warned of missing plans."""
+    """Train plainly and within a share of what the largest batch has on top. Returns the warnings of missing plans."""
     model = build()
     with optimize(model, optimizer := adamw(model), budget="min", **(QUIET | {"profile_steps": 1})) as run:
         run.optimizer = optimizer

@@ -78,7 +78,7 @@ def test_two_optimizers_that_are_made_anew(said: Said) -> None:
 
 
 def test_an_optimizer_that_only_helps_is_none_of_the_run() -> None:
-    """It steps between those of the run's own."""
+    """It steps between the steps of the run's own optimizers."""
 
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         helper = torch.optim.SGD(list(model.parameters())[:1], lr=0.01)

@@ -130,7 +130,7 @@ def test_temporaries_of_backward_are_no_gradients() -> None:
 
 @pytest.mark.parametrize("headroom", [0, 10_000])
 def test_the_number_for_a_step_above_the_smallest_plan_keeps_that_step(headroom: int) -> None:
-    """The budget that is named has room for what was measured, and for the headroom, as the number of a refusal has."""
+    """Like the number of a refusal, the budget that is named has room for what was measured, and for the headroom."""
     model, optimizer = layers()
     with optimize(model, optimizer, budget="min", headroom=headroom, profile_steps=1, verbose=False) as run:
         for _ in range(3):

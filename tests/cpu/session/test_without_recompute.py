@@ -63,7 +63,7 @@ def smallest(**options: Any) -> int:
 @pytest.mark.parametrize("options", [{"compress": "none"}, {"compress": "lossless"}], ids=["disk", "disk, lossless"])
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_budget_is_kept_without_rebuilding(options: dict[str, Any], share: float) -> None:
-    """EXACT: half of what a disk can save, and all of it."""
+    """EXACT with budgets that need half of what a disk can save, and all of it."""
     least, whole = smallest(**AWAY, **options), smallest(recompute=False)
     assert least < whole
     expected, expected_losses = plain(wide())
@@ -78,7 +78,9 @@ def test_a_budget_is_kept_without_rebuilding(options: dict[str, Any], share: flo
 
 
 def test_nothing_runs_twice() -> None:
-    """Neither in observed steps, near whose end the budget would evict, nor in planned ones: as many random ops as plainly."""
+    """Nothing runs twice in observed steps, near whose end the budget would evict, or in planned ones: as many random ops run
+    as plainly.
+    """
     least = smallest(**AWAY)
     counts = []
     for options in (None, {"budget": counted_nbytes() + least + 8192, **AWAY}):
@@ -122,7 +124,7 @@ def test_a_budget_that_they_cannot_keep() -> None:
 
 
 def test_without_any_way_the_step_is_the_unmodified_one(said: Said) -> None:
-    """And a line says what would lower it."""
+    """A line says what would lower its peak."""
     expected, _ = plain(wide())
     run, ended, _ = trained(wide(), budget="min", recompute=False, verbose=True)
     assert_same(expected, ended)

@@ -1,4 +1,5 @@
-"""A plan is not sought for longer than it can save, and the smallest plan is within `max_slowdown`: by known times."""
+"""The search for a plan takes no longer than the plan can save, and the smallest plan is within `max_slowdown`: by known
+times."""
 
 from __future__ import annotations
 
