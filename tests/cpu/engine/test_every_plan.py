@@ -19,7 +19,7 @@ from lightning_memopt.session.observe.graphs import smoothed  # noqa: E402
 from lightning_memopt.session.observe.observation import Observation  # noqa: E402
 from lightning_memopt.solvers import planner  # noqa: E402
 from lightning_memopt.trace import metered_cpu  # noqa: E402
-from tests.cpu.lib.planned import engine_of  # noqa: E402
+from tests.cpu.lib.planned_engine import engine_of  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 

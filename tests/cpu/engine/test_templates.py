@@ -13,8 +13,8 @@ from torch.nn.functional import dropout
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.cpu.lib.changing_steps import NAN, STEPS, Turns, first, last, mean, pick, plans, tanh  # noqa: F401 (a fixture)
 from tests.cpu.lib.models import data, trains
-from tests.cpu.lib.turns import NAN, STEPS, Turns, first, last, mean, pick, plans, tanh  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.filterwarnings("ignore:MemOpt. the forward left the plan")
 

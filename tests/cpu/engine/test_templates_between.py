@@ -16,8 +16,8 @@ from lightning_memopt.graph import resident_nbytes
 from lightning_memopt.runtime import PlannedEngine
 from lightning_memopt.session.forward.recording import PlannedRecording
 from lightning_memopt.trace import metered_cpu
+from tests.cpu.lib.changing_steps import STEPS, Turns, first, last, mean, plans  # noqa: F401 (a fixture)
 from tests.cpu.lib.models import Body, attached, data, made, sgd, trains
-from tests.cpu.lib.turns import STEPS, Turns, first, last, mean, plans  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.filterwarnings("ignore:MemOpt. the forward left the plan")
 

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_memopt.runtime import Program
 from tests.cpu.lib.loops import agrees, sgd, train
 from tests.cpu.lib.models import Calls, data, made
-from tests.cpu.lib.observed import graph_of
+from tests.cpu.lib.observed_graph import graph_of
 from tests.cpu.lib.times import Known, given
 
 X = data(32, 16)

@@ -1,4 +1,4 @@
-"""Two real processes with gloo between them (tests/cpu/lib/ranks.py): F4, F5, L7. Everything is exact or refused by name."""
+"""Two real processes with gloo between them (tests/cpu/lib/two_ranks.py): F4, F5, L7. All is exact or refused by name."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.cpu.lib.ranks import WORLD, WRAPPERS
 from tests.cpu.lib.ranks_sizes import LARGEST, SAMPLES, SCALED
+from tests.cpu.lib.two_ranks import WORLD, WRAPPERS
 from tests.cpu.lib.written import needs_gloo, of_ranks
 
 pytestmark = needs_gloo
@@ -16,7 +16,7 @@ pytestmark = needs_gloo
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank wrote. No rank hangs: both end, and well."""
-    return of_ranks(WORLD, "ranks", tmp_path_factory.mktemp("ranks"), timeout=500)
+    return of_ranks(WORLD, "two_ranks", tmp_path_factory.mktemp("ranks"), timeout=500)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

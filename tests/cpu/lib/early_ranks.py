@@ -33,10 +33,10 @@ from tests.cpu.lib.early import counted
 from tests.cpu.lib.forked import failed, forked
 from tests.cpu.lib.loops import batches
 from tests.cpu.lib.process import digest
-from tests.cpu.lib.ranks import raised
 from tests.cpu.lib.said import listening
 from tests.cpu.lib.sharded import peak
 from tests.cpu.lib.times import OfMachine
+from tests.cpu.lib.two_ranks import raised
 
 STEPS = 10
 

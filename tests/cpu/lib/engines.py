@@ -15,7 +15,7 @@ from lightning_memopt.plan import Life
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
 from lightning_memopt.runtime.engine.rejoining import SPREAD
 from lightning_memopt.session.forward.recording import PlannedRecording
-from tests.cpu.lib.observed import graph_of
+from tests.cpu.lib.observed_graph import graph_of
 
 Made = Callable[[], tuple[nn.Module, torch.Tensor]]
 """Makes a model and a batch, the same ones each time."""

@@ -19,7 +19,7 @@ from tests.cpu.lib.fabrics import QUIET, fabric_of, within
 from tests.cpu.lib.forked import failed, forked
 from tests.cpu.lib.loops import batches, small
 from tests.cpu.lib.process import digest
-from tests.cpu.lib.ranks import WORLD, alike
+from tests.cpu.lib.two_ranks import WORLD, alike
 
 
 class Steps(nn.Module):

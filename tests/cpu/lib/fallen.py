@@ -32,8 +32,8 @@ from lightning_memopt.ranks import board, ranks
 from lightning_memopt.session.ranks import shared_plan
 from lightning_memopt.session.solve import solving
 from tests.cpu.lib import fits, sharded
+from tests.cpu.lib.deciding_ranks import PATIENT_SECONDS
 from tests.cpu.lib.forked import forked
-from tests.cpu.lib.group import PATIENT_SECONDS
 from tests.cpu.lib.launched import SCRIPTS, free_port
 from tests.cpu.lib.loops import batches, installed
 

@@ -1,4 +1,4 @@
-"""Searches for a batch size on two ranks; `tests.cpu.lib.ranks` runs them in both."""
+"""Searches for a batch size on two ranks; `tests.cpu.lib.two_ranks` runs them in both."""
 
 from __future__ import annotations
 

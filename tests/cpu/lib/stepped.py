@@ -23,8 +23,8 @@ from lightning_memopt.solvers.offload.trips import Form, TripPlanner, send_away
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
 from lightning_memopt.trace import metered_cpu
 from tests.cpu.lib.harness import draws, same_bits
-from tests.cpu.lib.observed import CPU, graph_of
-from tests.cpu.lib.planned import engine_of
+from tests.cpu.lib.observed_graph import CPU, graph_of
+from tests.cpu.lib.planned_engine import engine_of
 
 
 class Free:

@@ -21,7 +21,7 @@ from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from lightning_memopt.solvers.rollout import keep_all
 from tests.cpu.lib.engines import needs_native
 from tests.cpu.lib.loops import batches, loss_of, small
-from tests.cpu.lib.planned import engine_of
+from tests.cpu.lib.planned_engine import engine_of
 from tests.cpu.lib.stepped import Stepped, held, same
 from tests.cpu.lib.stepped import stepped as stepped_by
 

@@ -1,4 +1,4 @@
-"""Groups of real processes (tests/cpu/lib/group.py): one decision on all ranks, and every failure ends all of them by name."""
+"""Groups of real processes (tests/cpu/lib/deciding_ranks.py): all ranks decide alike, and a failure ends all by its name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.cpu.lib.group import CASES, PATIENT_SECONDS
+from tests.cpu.lib.deciding_ranks import CASES, PATIENT_SECONDS
 from tests.cpu.lib.written import needs_gloo, written
 
 pytestmark = [needs_gloo, pytest.mark.long]
@@ -18,7 +18,7 @@ BOUND_SECONDS = 60.0
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """What each rank of each case wrote. No process hung."""
-    contents = written("group", tmp_path_factory.mktemp("groups"), timeout=900)
+    contents = written("deciding_ranks", tmp_path_factory.mktemp("groups"), timeout=900)
     by_case = {}
     for stem, outcome in contents.items():
         name, rank = stem.split(".")

@@ -20,7 +20,7 @@ from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.solve.solving import frontier_of
 from tests.cpu.lib.device_thread import backward_in_its_own_thread
 from tests.cpu.lib.loops import QUIET, assert_same, sgd, state
-from tests.cpu.lib.observed import graph_of
+from tests.cpu.lib.observed_graph import graph_of
 
 ATEN = torch.ops.aten
 CONVOLUTION = ATEN.convolution.default

@@ -18,7 +18,7 @@ from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.runtime.tiers import DiskTier
 from lightning_memopt.solvers.offload.trips import Form, TripPlanner, send_away
 from lightning_memopt.solvers.rollout import keep_all
-from tests.cpu.lib.planned import engine_of
+from tests.cpu.lib.planned_engine import engine_of
 from tests.cpu.lib.stepped import Free
 from tests.cpu.lib.sweeps import Count, assert_none_differs, sweep
 from tests.cpu.record.test_op_db import UNINITIALISED, calls

@@ -18,7 +18,7 @@ from lightning_memopt.session.forward.recording import PlannedRecording
 from lightning_memopt.session.observe.observation import Observation
 from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from tests.cpu.lib.harness import draws
-from tests.cpu.lib.planned import engine_of
+from tests.cpu.lib.planned_engine import engine_of
 from tests.cpu.lib.sweeps import Count, Ran, assert_none_differs, dense, judge, poison, seed_of, sweep
 from tests.cpu.record.test_op_db import UNINITIALISED, calls
 

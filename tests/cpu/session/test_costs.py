@@ -23,7 +23,7 @@ from lightning_memopt.session.observe import costs
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from tests.cpu.lib.loops import QUIET, batches, sgd, small, train
-from tests.cpu.lib.observed import CPU
+from tests.cpu.lib.observed_graph import CPU
 from tests.cpu.lib.tracing import untraced
 
 pytestmark = pytest.mark.real_times

@@ -29,7 +29,7 @@ from lightning_memopt.session.solve.solving import frontier_of
 from lightning_memopt.session.times import Times
 from lightning_memopt.trace.tracer import Tracer
 from tests.cpu.lib.models import Body, data, made
-from tests.cpu.lib.observed import graph_of
+from tests.cpu.lib.observed_graph import graph_of
 from tests.cpu.lib.times import given
 
 ZERO, ONE, ANY = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cuda")

@@ -33,7 +33,7 @@ from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.solve.solving import frontier_of
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import QUIET, assert_same, batches, counted_nbytes, loss_of, sgd, small, state, train
-from tests.cpu.lib.observed import graph_of
+from tests.cpu.lib.observed_graph import graph_of
 from tests.cpu.lib.stepped import Stepped, same
 from tests.cpu.lib.times import Known, given
 

@@ -23,7 +23,7 @@ from lightning_memopt.session.observe.resident import resident_nbytes, resident_
 from tests.cpu.lib.harness import same_bits
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import QUIET, batches, counted_nbytes, loss_of, small
-from tests.cpu.lib.observed import CPU
+from tests.cpu.lib.observed_graph import CPU
 
 STEPS = 6
 

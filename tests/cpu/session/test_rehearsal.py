@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_memopt.session.observe.resident import resident_nbytes, resident_tensors
 from lightning_memopt.session.solve.rehearsal import UNKNOWN, Update, rehearse, with_gradients
 from lightning_memopt.trace import metered_cpu
-from tests.cpu.lib.observed import CPU
+from tests.cpu.lib.observed_graph import CPU
 
 STEPS = 7
 """RAdam does something else from its sixth step on."""

@@ -11,7 +11,7 @@ from lightning_memopt.plan import Machine
 from lightning_memopt.session.observe.graphs import pieces, with_state
 from lightning_memopt.session.solve.foresight import with_early_updates, with_update
 from lightning_memopt.session.solve.rehearsal import Update, rehearse, with_gradients
-from tests.cpu.lib.observed import CPU
+from tests.cpu.lib.observed_graph import CPU
 
 MIB = 1 << 20
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memopt.graph import unmodified_levels
-from tests.cpu.lib.observed import graph_of
+from tests.cpu.lib.observed_graph import graph_of
 
 
 class Unused(nn.Module):

@@ -1,6 +1,6 @@
 """Groups of real processes with gloo between them, for tests of decisions and failures.
 
-`python -m tests.cpu.lib.group FOLDER [CASE ...]`: each case has processes of its own, which are forked after all imports.
+`python -m tests.cpu.lib.deciding_ranks FOLDER [CASE ...]`: each case has processes of its own, forked after all imports.
 Rank r of a case writes its outcome into FOLDER/CASE.r.json. A process that is killed writes nothing.
 """
 

@@ -1,5 +1,5 @@
 """Two ranks, real processes with gloo between them, for tests of what is refused there and what is exact:
-`python -m tests.cpu.lib.ranks FOLDER`. Rank r writes what each case came to into FOLDER/r.json.
+`python -m tests.cpu.lib.two_ranks FOLDER`. Rank r writes what each case came to into FOLDER/r.json.
 
 Imports are made once: the ranks are forked, before anything has run.
 """
