@@ -146,7 +146,7 @@ def test_a_forward_before_the_step() -> None:
         same_as_plain(Body, OPTIMIZERS["adam"], WIDE, loop, mode="auto")
 
 
-def test_a_second_marked_backward_in_the_lesson(updates: list[Tensor]) -> None:
+def test_a_second_marked_backward_in_the_first_step(updates: list[Tensor]) -> None:
     """Nobody but us reads weights between the two: the reason is the second backward."""
 
     def loop(model: nn.Module, run: Run | None, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:

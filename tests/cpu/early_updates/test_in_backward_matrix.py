@@ -99,7 +99,7 @@ def learn(strategy: Any, name: str, saved: Path, cut: int = 24, **options: Any) 
 def test_p19_exact(name: str, feature: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights, optimizer state, rates, metrics, steps and generator of the plain Trainer, with the smallest plan in force.
 
-    Every step but the first, the lesson, updates every parameter in backward; cut batches have a lesson of their own.
+    Every step but the first updates every parameter in backward; cut batches have a first step of their own.
     """
     updates, options = counted(monkeypatch), FEATURES[feature]
     _, plain = learn("auto", name, tmp_path / "saved.ckpt", **options)
@@ -108,7 +108,7 @@ def test_p19_exact(name: str, feature: str, tmp_path: Path, monkeypatch: pytest.
     session = session_of(trainer)
     assert session.plan is not None and session.plan.predicted.rebuilt_ops > 0 and not session._early.late
     steps, early = found["hooks"], len(session._early.early)
-    if "cut" in options:  # every second step, and its lesson, is of a cut batch, which needs one more matrix
+    if "cut" in options:  # every second step, and a first step of its own, is of a cut batch, which needs one more matrix
         assert early == 4 and len(updates) == (steps // 2 - 1) * (early + early - 1)
     else:
         assert early == 4 - ("task" in options and "tied" in options["task"]) and len(updates) == (steps - 1) * early

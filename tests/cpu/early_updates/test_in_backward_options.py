@@ -42,7 +42,7 @@ def warming(optimizer: torch.optim.Optimizer, i: int) -> None:
 
 
 def test_a_learning_rate_is_set_after_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """EXACT: seen in the lesson, so nothing is updated in backward."""
+    """EXACT: seen in the first step, so nothing is updated in backward."""
     updates = counted(monkeypatch)
     assert_same_tree(loop(warming, None), loop(warming, "auto"))
     assert not updates
@@ -62,7 +62,7 @@ def decaying_tensor(optimizer: torch.optim.Optimizer, i: int) -> None:
 
 
 @pytest.mark.parametrize("between", [decaying, decaying_tensor])
-def test_what_was_not_so_in_the_lesson(between: Between, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_not_so_in_the_first_step(between: Between, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps before are as ever; the one that is wrong by then raises."""
     updates = counted(monkeypatch)
     assert_same_tree(loop(between, None, steps=4), loop(between, "auto", steps=4))

@@ -111,7 +111,7 @@ def test_backwards_before_the_last_one_are_predicted(budget: str, backwards: int
     assert state.peaks.measured_nbytes <= state.plan.budget_nbytes
 
 
-def test_gradients_of_the_lesson_are_not_there_later() -> None:
+def test_gradients_of_the_first_step_are_not_there_later() -> None:
     """A loop that lets go of gradients after the forward, as Lightning does: those of the first step, which updates nothing
     early, are in the observed one and in no other. Predicted and measured peak agree within 1 %.
     """
