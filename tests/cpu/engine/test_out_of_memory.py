@@ -1,4 +1,4 @@
-"""An op of an observed step for which the device has no memory: what can be made again is evicted, and the op runs again."""
+"""An op of an observed step for which the device has no memory: what can be rebuilt is evicted, and the op runs again."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ twice.register_autograd(lambda ctx, grad: grad * 2)
 
 
 class Gates(nn.Module):
-    """ReLUs between ops that cannot run again: what is saved goes away, or stays."""
+    """ReLUs between ops that cannot run again: what is saved is parked, or stays."""
 
     def __init__(self, wide: bool) -> None:
         super().__init__()

@@ -176,7 +176,7 @@ def test_what_a_backward_in_the_forward_rebuilt_stays(kind: str, native: bool) -
             assert step.rebuilt.count(made) == 1, "the plan makes it once, for the gradient in the forward"
 
 
-_library = torch.library.Library("memopt_not_made_again", "DEF")
+_library = torch.library.Library("memopt_not_rebuilt", "DEF")
 _library.define("normed(Tensor x) -> (Tensor, Tensor)")
 _is_forward = [True]
 
@@ -192,7 +192,7 @@ _library.impl("normed", _normed, "CPU")
 class Normed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        y, slope = torch.ops.memopt_not_made_again.normed(x)
+        y, slope = torch.ops.memopt_not_rebuilt.normed(x)
         ctx.save_for_backward(y, slope)
         ctx.mark_non_differentiable(slope)
         return y, slope
@@ -228,7 +228,7 @@ class Slopes(nn.Module):
 @pytest.fixture
 def slopes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stepped]:
     """The step of `Slopes`."""
-    for op in (torch.ops.memopt_not_made_again.normed.default, torch.ops.aten.native_layer_norm.default):
+    for op in (torch.ops.memopt_not_rebuilt.normed.default, torch.ops.aten.native_layer_norm.default):
         monkeypatch.setitem(rules._registered, op, rules.Rule("pure", makes=1))
     for forget in (rules.rule_of.cache_clear, rules.KNOWN.clear):
         forget()
