@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports a name
     from lightning_memopt.config import MemOptConfig
     from lightning_memopt.errors import InfeasibleError, MemOptError, MissingExtraError
     from lightning_memopt.fabric.strategies import MemOptFabricDDPStrategy, MemOptFabricStrategy
+    from lightning_memopt.fitting.answer import Fit, fit
     from lightning_memopt.integrations.batch_size import find_max_batch_size
     from lightning_memopt.integrations.plain import Run, optimize
     from lightning_memopt.integrations.transformers import MemOptTrainerCallback
@@ -34,6 +35,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports a name
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "Fit": "lightning_memopt.fitting.answer",
     "InfeasibleError": "lightning_memopt.errors",
     "MemOptBatchScaler": "lightning_memopt.lightning",
     "MemOptConfig": "lightning_memopt.config",
@@ -54,12 +56,14 @@ _PUBLIC = {
     "Run": "lightning_memopt.integrations.plain",
     "RunStatus": "lightning_memopt.session",
     "Session": "lightning_memopt.session",
+    "fit": "lightning_memopt.fitting.answer",
     "find_max_batch_size": "lightning_memopt.integrations.batch_size",
     "optimize": "lightning_memopt.integrations.plain",
     "register_op": "lightning_memopt.record",
 }
 
 __all__ = [
+    "Fit",
     "InfeasibleError",
     "MemOptBatchScaler",
     "MemOptCallback",
@@ -81,6 +85,7 @@ __all__ = [
     "RunStatus",
     "Session",
     "__version__",
+    "fit",
     "find_max_batch_size",
     "optimize",
     "register_op",

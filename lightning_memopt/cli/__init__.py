@@ -18,7 +18,7 @@ from typing import Any
 
 from lightning_memopt import jsonio
 from lightning_memopt.bench import command as bench_command
-from lightning_memopt.cli import building, planning
+from lightning_memopt.cli import building, fitting, planning
 from lightning_memopt.cli.arguments import ending, nbytes_of, seconds_of
 from lightning_memopt.errors import ChainError, ConfigError, InfeasibleError, MemOptError
 
@@ -204,6 +204,7 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--solver-seconds", type=seconds_of, default=30.0, help="limit of the solvers (default: 30)")
     plan.add_argument("-o", "--output", default=None, help="the plan file (default: plan.json)")
     plan.set_defaults(run=planning.run)
+    fitting.add(commands)
     explain = commands.add_parser("explain", help="what a plan does with each block of the model, why, and what would help")
     explain.add_argument("plan")
     explain.add_argument("--tensors", action="store_true", help="one row for each saved tensor, with its points in the step")

@@ -33,9 +33,13 @@ class Outside(TorchDispatchMode):
         self.enter(beneath)
 
     def enter(self, beneath: bool = False) -> None:
-        """Begin to see ops: before the modes that are on see them, or after them if `beneath`."""
+        """Begin to see ops: before the modes that are on see them, or after them if `beneath`. A mode that runs the ops itself
+        (`sees_last`) always sees them after this one.
+        """
         if beneath:
-            _put_on([self, *current_modes()])
+            on = current_modes()
+            last = [mode for mode in on if getattr(mode, "sees_last", False)]
+            _put_on([*last, self, *(mode for mode in on if mode not in last)])
         else:
             push_mode(self)
 

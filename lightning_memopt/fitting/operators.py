@@ -1,0 +1,83 @@
+"""The operators that torch would choose on a CUDA device, for a step that is recorded on the CPU.
+
+Most operators are the same on both. These are not: the CPU has no fused attention with dropout, its dropout saves the noise
+instead of a mask, and optimizers update one parameter after the other instead of all together (`foreach`). What is saved, and
+so the memory of a step, differs by several times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+_DROPOUTS = (torch.dropout, torch.nn.functional.dropout)
+_HALF = (torch.bfloat16, torch.float16)
+_LARGEST_HEAD = 256
+"""The largest head that flash attention has kernels for."""
+_ONE_BY_ONE = ("Adafactor", "Muon", "LBFGS", "SparseAdam")
+"""Optimizers that update one parameter after the other on CUDA, too, unless they are asked for more."""
+
+
+class CudaOperators(TorchFunctionMode):
+    """Within, attention and dropout are those of CUDA."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _ATTENTION:
+            return _attention(*args, **kwargs)
+        if func in _DROPOUTS:
+            return _dropout(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Flash attention in half precision without a mask, and memory-efficient attention otherwise, as torch chooses."""
+    aten, head = torch.ops.aten, query.size(-1)
+    grouped = enable_gqa and query.size(-3) != key.size(-3)
+    if query.dim() != 4 or (grouped and (attn_mask is not None or query.dtype not in _HALF)):
+        return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    scale = head**-0.5 if scale is None else scale
+    if attn_mask is None and query.dtype in _HALF and head <= _LARGEST_HEAD:
+        query, key, value = (torch.nn.functional.pad(t, (0, -head % 8)) if head % 8 else t for t in (query, key, value))
+        made = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        return made[..., :head] if head % 8 else made
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:  # torch turns it into numbers to add
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -float("inf"))
+        attn_mask = attn_mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
+    made = aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, query.requires_grad or key.requires_grad, dropout_p, is_causal, scale=scale
+    )[0]
+    return made
+
+
+def _dropout(func: Any, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **more: Any) -> Any:
+    """Dropout that saves a mask of one byte an element."""
+    training = more.get("train", training)
+    if not training or inplace or not 0 < p < 1 or not input.is_floating_point():
+        return func(input, p, training, inplace) if inplace else func(input, p, training)
+    return torch.native_dropout(input, p, True)[0]
+
+
+def update_together(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Make optimizers that were not told how update all parameters together, as they do on CUDA."""
+    for optimizer in optimizers:
+        if type(optimizer).__name__ in _ONE_BY_ONE:
+            continue
+        for group in optimizer.param_groups:
+            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                group["foreach"] = True

@@ -1,0 +1,189 @@
+"""What is asked about: a user's function, or the config of a transformers model. Both give a training of any batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_memopt.bench import user_code
+from lightning_memopt.errors import ConfigError, needing
+
+if TYPE_CHECKING:
+    from lightning_memopt.bench.subject import Training
+
+TASKS = {
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "image-classification": "AutoModelForImageClassification",
+}
+"""Task -> the class of transformers that makes its model."""
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "mixed-bf16": "float32"}
+"""Name of a precision -> the type of the weights. Under "mixed-bf16" the forward runs in bfloat16 by autocast."""
+OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adafactor": "Adafactor"}
+"""Name -> the class in `torch.optim`."""
+_LABELS = 2
+_IMAGE = 224
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a model is trained.
+
+    task: of TASKS; None: that of the architecture in the config.
+    batch: samples of a step.
+    length: tokens of a sample.
+    dtype: of DTYPES.
+    optimizer: of OPTIMIZERS.
+    lora: rank of the adapters; None: all weights are trained.
+
+    There is no gradient checkpointing: a plan replaces it.
+    """
+
+    task: str | None = None
+    batch: int = 1
+    length: int = 1024
+    dtype: str = "bf16"
+    optimizer: str = "adamw"
+    lora: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("task", self.task, (None, *TASKS)),
+            ("dtype", self.dtype, tuple(DTYPES)),
+            ("optimizer", self.optimizer, tuple(OPTIMIZERS)),
+        ):
+            if value not in known:
+                raise ConfigError(f"{name} is {value!r}; give one of {', '.join(map(str, filter(None, known)))}")
+        for name, number in (("batch", self.batch), ("length", self.length), ("lora", 1 if self.lora is None else self.lora)):
+            if number < 1:
+                raise ConfigError(f"{name} is {number}; give 1 or more")
+
+
+Build = Callable[[int], "Training"]
+"""Makes the training for a number of samples a step."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A training to ask about.
+
+    name: what it is called in the answer.
+    build: makes it.
+    batch: samples of its step; None: the user's function says, and no other number can be asked about.
+    """
+
+    name: str
+    build: Build
+    batch: int | None
+
+
+def source_of(spec: str, options: Options) -> Source:
+    """`package.module:function`, the path of a config.json or of its folder, or the id of a model of transformers.
+
+    Raises ConfigError if it is none of these.
+    """
+    path = Path(spec)
+    if path.is_dir() or path.is_file() or ":" not in spec:
+        return _of_config(spec, options)
+    build = user_code.builder(spec)
+
+    def built(_: int) -> Training:
+        with user_code.in_user_code(f"{spec}()"):
+            training = build()
+        _give_memory(training.model)
+        return training
+
+    return Source(spec, built, None)
+
+
+def _of_config(spec: str, options: Options) -> Source:
+    with needing("transformers", "The config of a model needs"):
+        import transformers
+    path = Path(spec)
+    folder = path.parent if path.is_file() else path
+    with user_code.in_user_code(
+        f"reading the config of {spec}", "Give package.module:function, or a folder with a config.json"
+    ):
+        config = transformers.AutoConfig.from_pretrained(str(folder) if folder.exists() else spec)
+    task = options.task or _task_of(config, spec)
+    if task == "image-classification" or task == "sequence-classification":
+        config.num_labels = _LABELS
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+
+    def build(batch: int) -> Training:
+        import torch
+
+        from lightning_memopt.bench.subject import Training
+
+        with user_code.in_user_code(f"making the model of {spec}", "Give another --task"):
+            made = getattr(transformers, TASKS[task]).from_config(config, dtype=getattr(torch, DTYPES[options.dtype]))
+            model = _adapted(made.train(), options)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = getattr(torch.optim, OPTIMIZERS[options.optimizer])(trained, lr=1e-4)
+        inputs = _inputs(config, task, batch, options)
+        mixed = options.dtype.startswith("mixed")
+
+        def step() -> None:
+            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                loss = model(**inputs).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return Training(model, optimizer, step)
+
+    return Source(spec, build, options.batch)
+
+
+def _task_of(config: Any, spec: str) -> str:
+    """The task of the architecture that the config names."""
+    endings = {
+        "ForCausalLM": "causal-lm",
+        "LMHeadModel": "causal-lm",
+        "ForMaskedLM": "masked-lm",
+        "ForConditionalGeneration": "seq2seq-lm",
+        "ForSequenceClassification": "sequence-classification",
+        "ForImageClassification": "image-classification",
+    }
+    for architecture in config.architectures or ():
+        for ending, task in endings.items():
+            if architecture.endswith(ending):
+                return task
+    raise ConfigError(f"the config of {spec} names no task; give --task, one of {', '.join(TASKS)}")
+
+
+def _adapted(model: Any, options: Options) -> Any:
+    """The model with adapters, if they are wanted."""
+    if options.lora is None:
+        return model
+    with needing("peft", "Adapters need"):
+        import peft
+    return peft.get_peft_model(model, peft.LoraConfig(r=options.lora, target_modules="all-linear"))
+
+
+def _inputs(config: Any, task: str, batch: int, options: Options) -> dict[str, Any]:
+    """A batch of random samples."""
+    import torch
+
+    if task == "image-classification":
+        side = getattr(config, "image_size", _IMAGE)
+        sides = (side, side) if isinstance(side, int) else tuple(side)
+        images = torch.empty(batch, getattr(config, "num_channels", 3), *sides, dtype=getattr(torch, DTYPES[options.dtype]))
+        return {"pixel_values": images, "labels": torch.zeros(batch, dtype=torch.long)}
+    words = torch.randint(0, config.vocab_size, (batch, options.length))
+    if task == "sequence-classification":
+        return {"input_ids": words, "labels": torch.zeros(batch, dtype=torch.long)}
+    return {"input_ids": words, "labels": words}
+
+
+def _give_memory(model: Any) -> None:
+    """Move parameters and buffers on `meta`, which have no memory, to where they have unfilled memory."""
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        model.to_empty(device="cpu")
+        if hasattr(model, "tie_weights"):
+            model.tie_weights()

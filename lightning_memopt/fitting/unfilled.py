@@ -1,0 +1,169 @@
+"""A dispatch mode in which ops make tensors without computing their bytes.
+
+An unfilled tensor is an ordinary CPU tensor whose memory nobody has touched: the operating system gives it addresses, and no
+pages. So autograd, optimizers, hooks and our own recorder see what they see in a real step, torch's allocator counts what it
+counts in a real step, and a model of any size takes a step on a laptop.
+
+What an op returns is asked of its kernel for the `meta` device. Three kinds of ops run for real: views, ops whose inputs have
+bytes and are small (positions, masks, counters of optimizers), and ops that have no kernel for `meta`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_memopt.torch_private import OpOverload, free_weak, no_dispatch_modes, tree_map
+
+_SMALL = 1 << 24
+"""Maximum number of bytes of an op's inputs and outputs with which it runs for real."""
+_META = torch.device("meta")
+_VIEWS = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::set_", "aten::resize_"}
+"""Ops that move no bytes, although their schemas do not say so."""
+_FILLS = {"aten::zero_", "aten::fill_", "aten::copy_"}
+"""Ops that overwrite every byte of their first argument."""
+_ROUTES = "aten::topk"
+"""The op by which a mixture of experts chooses experts. Of unfilled scores it chooses all experts equally often."""
+_FINITE = {"aten::_amp_foreach_non_finite_check_and_unscale_": 1}
+"""Name -> the argument that it writes only if it meets a value that is not finite: a step is planned in which there is none."""
+
+
+class Unfilled(TorchDispatchMode):
+    """Within, ops make unfilled tensors.
+
+    assumed: op that returns a number to Python -> how often the number was assumed, because the tensor is unfilled.
+    ran: op without a kernel for `meta` -> how often it ran for real.
+    """
+
+    sees_last = True  # it runs the ops, so other modes must see them first (record/modes.py)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.assumed: Counter[str] = Counter()
+        self.ran: Counter[str] = Counter()
+        self._unfilled: dict[int, int] = {}  # address of a storage -> a weak reference, which keeps the address from another
+
+    def close(self) -> None:
+        """Forget which tensors are unfilled."""
+        while self._unfilled:
+            free_weak(self._unfilled.popitem()[1])
+
+    def is_unfilled(self, t: torch.Tensor) -> bool:
+        return t.untyped_storage()._cdata in self._unfilled
+
+    def _empties(self, t: torch.Tensor) -> torch.Tensor:
+        """Note that the bytes of `t` are not computed."""
+        storage = t.untyped_storage()
+        if storage._cdata not in self._unfilled:
+            self._unfilled[storage._cdata] = storage._weak_ref()  # type: ignore[assignment]
+        return t
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with no_dispatch_modes():  # the ops that this mode itself runs are not the step's
+            if func.is_view or func._schema.name in _VIEWS:
+                return func(*args, **kwargs)
+            inputs = list(_tensors((args, kwargs)))
+            name, unfilled = func._schema.name, any(map(self.is_unfilled, inputs))
+            if unfilled and name == "aten::_local_scalar_dense":
+                return self._number(func, inputs[0])
+            if unfilled and name in _FILLS and self._is_small_and_filled_by(inputs):
+                self._fills(inputs[0])
+                return func(*args, **kwargs)
+            return self._run(func, args, kwargs, inputs, may_run=not unfilled)
+
+    def _is_small_and_filled_by(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether the first tensor is small and a whole storage, and the others have bytes."""
+        whole = inputs[0].untyped_storage().nbytes() == inputs[0].nbytes <= _SMALL
+        return whole and not any(map(self.is_unfilled, inputs[1:]))
+
+    def _fills(self, t: torch.Tensor) -> None:
+        """Note that the bytes of `t` are computed from now on."""
+        free_weak(self._unfilled.pop(t.untyped_storage()._cdata))
+
+    def _number(self, func: OpOverload, t: torch.Tensor) -> Any:
+        """A number that user code asks for. A loss is 1.0; nothing is infinite or not a number; nothing is True."""
+        self.assumed[func._schema.name] += 1
+        return torch.ones((), dtype=t.dtype).item() if t.dtype.is_floating_point else torch.zeros((), dtype=t.dtype).item()
+
+    def _run(self, func: OpOverload, args: Any, kwargs: Any, inputs: Sequence[torch.Tensor], may_run: bool) -> Any:
+        """What the op returns. `may_run`: all its inputs have bytes."""
+        schema = func._schema
+        given = tree_map(_as_meta, (args, kwargs))
+        if any(a.name == "device" for a in schema.arguments):
+            given[1]["device"] = _META
+        try:
+            made = func(*given[0], **given[1])
+        except (NotImplementedError, RuntimeError):
+            made = func(*args, **kwargs)
+            if may_run:
+                return made
+            self.ran[schema.name] += 1
+            return tree_map(lambda t: self._empties(t) if isinstance(t, torch.Tensor) else t, made)
+        if may_run and _nbytes((*inputs, *_tensors(made))) <= _SMALL and not schema.name.startswith("aten::empty"):
+            return func(*args, **kwargs)
+        written = self._written(func, args, kwargs)
+        if schema.name == _ROUTES:
+            self.assumed[_ROUTES] += 1
+            return self._like(made[0]), _in_turn(
+                made[1].size(), inputs[0].size(kwargs.get("dim", args[2] if len(args) > 2 else -1))
+            )
+
+        def of(index: int, value: Any) -> Any:
+            info = schema.returns[index].alias_info
+            if info is not None:
+                return next(given for names, given in written if names == info.before_set)
+            return tree_map(self._like, value)
+
+        if len(schema.returns) == 1:
+            return of(0, made)
+        return tuple(of(i, value) for i, value in enumerate(made)) if schema.returns else None
+
+    def _written(self, func: OpOverload, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
+        """(names in the schema, argument) of the arguments that the op writes, which are unfilled from now on."""
+        written = []
+        for i, argument in enumerate(func._schema.arguments):
+            info = argument.alias_info
+            if info is None or not info.is_write:
+                continue
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            written.append((info.before_set, given))
+            if _FINITE.get(func._schema.name) != i:
+                for t in _tensors(given):
+                    self._empties(t)
+        return written
+
+    def _like(self, made: Any) -> Any:
+        """An unfilled tensor like one of the `meta` device."""
+        if not isinstance(made, torch.Tensor):
+            return made
+        return self._empties(torch.empty_strided(made.size(), made.stride(), dtype=made.dtype))
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        yield from _tensors(list(values.values()))
+
+
+def _nbytes(tensors: Any) -> int:
+    return sum(t.untyped_storage().nbytes() for t in tensors)
+
+
+def _as_meta(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=_META)
+
+
+def _in_turn(size: torch.Size, choices: int) -> torch.Tensor:
+    """Indices below `choices`, each as often as any other."""
+    return (torch.arange(size.numel()) % choices).view(size)
