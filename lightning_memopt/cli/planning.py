@@ -24,6 +24,8 @@ def _observed(spec: str) -> Graph:
 
     with user_code.in_user_code(f"{spec}()"):
         training = user_code.builder(spec)()
+    if any(p.is_meta for p in training.model.parameters()):
+        raise ConfigError(f"{spec}: the model is on `meta` and cannot take a step. Use `memopt fit {spec}`.")
     with optimize(training.model, training.optimizer, budget="min", profile_steps=2, verbose=False) as run:
         for _ in range(3):
             with user_code.in_user_code(f"the step of {spec}"):

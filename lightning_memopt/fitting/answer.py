@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from lightning_memopt import logs
 from lightning_memopt.batching.fit import FitError, StepFit
 from lightning_memopt.batching.fit import fit as fit_step
 from lightning_memopt.batching.plans import largest
@@ -68,6 +67,7 @@ class Fit:
     purposes: purpose -> bytes at the unmodified peak.
     cards: the answer for each card.
     assumed: what the recorded step asked of tensors that have no bytes -> how often.
+    unsized: why the largest batch is not known; "" if it is.
     frontier: the plans of the recorded step, with the seconds of the first card.
     """
 
@@ -77,6 +77,7 @@ class Fit:
     purposes: dict[str, int]
     cards: tuple[OnCard, ...]
     assumed: dict[str, int]
+    unsized: str
     frontier: Frontier
 
     @property
@@ -95,6 +96,7 @@ class Fit:
             "purposes": self.purposes,
             "cards": [asdict(card) | {"missing_nbytes": card.missing_nbytes} for card in self.cards],
             "assumed": self.assumed,
+            "unsized": self.unsized,
         }
 
     def table(self) -> str:
@@ -104,11 +106,10 @@ class Fit:
         parts = ", ".join(f"{name} {format_nbytes(n)}" for name, n in sorted(self.purposes.items(), key=lambda e: -e[1]))
         lines.append(f"At the peak: {parts}. Beside it: CUDA's context and libraries, about {format_nbytes(CONTEXT_NBYTES)}.")
         table = Table(title="")
-        sizes = any(card.largest_batch is not None for card in self.cards)
-        for name in ("card", "usable", "verdict", "peak", "time", *(("largest batch", "with a plan") if sizes else ())):
+        for name in ("card", "usable", "verdict", "peak", "time", *(() if self.unsized else ("largest batch", "with a plan"))):
             table.add_column(name, justify="left" if name in ("card", "verdict") else "right")
         for card in self.cards:
-            batches = (_batch(card.largest_batch), _batch(card.largest_planned_batch)) if sizes else ()
+            batches = (_batch(card.largest_batch), _batch(card.largest_planned_batch)) if not self.unsized else ()
             table.add_row(
                 card.card,
                 format_nbytes(card.usable_nbytes),
@@ -119,6 +120,8 @@ class Fit:
             )
         lines.append(render(table, 140))
         lines += [f"Assumed: {line}." for line in _assumed(self.assumed)]
+        if self.unsized:
+            lines.append(f"The largest batch is not known: {self.unsized.rstrip('.')}.")
         lines.append(
             "Peaks are allocated bytes of a step that was recorded, not computed. Workspaces of the card's kernels, and "
             "fragmentation of its allocator, come on top. Times are ratios, from peak rates."
@@ -151,8 +154,8 @@ def answered(source: Source, cards: Sequence[Card]) -> Fit:
     tight = sorted({card.usable_nbytes for card in cards if card.usable_nbytes < plain_nbytes})
     timed = cards[0].timed(graph)
     frontier = planner.solve(timed, search_seconds=_SEARCH_SECONDS, limit_seconds=6 * _SEARCH_SECONDS, budgets=tight)
-    sizes = None if source.batch is None else _at_sizes(source, recorded)
-    batches = [(None, None) for _ in cards] if sizes is None else _batches(sizes, cards)
+    sizes = _at_sizes(source, recorded)
+    batches = [(None, None) for _ in cards] if isinstance(sizes, str) else _batches(sizes, cards)
     return Fit(
         source=source.name,
         peak_nbytes=plain_nbytes,
@@ -160,13 +163,18 @@ def answered(source: Source, cards: Sequence[Card]) -> Fit:
         purposes=dict(peak.by(1)),
         cards=tuple(_on(card, graph, frontier, plain_nbytes, n) for card, n in zip(cards, batches, strict=True)),
         assumed=_counted(recorded),
+        unsized=sizes if isinstance(sizes, str) else "",
         frontier=frontier,
     )
 
 
-def _at_sizes(source: Source, recorded: Recorded) -> StepFit | None:
-    """The step at any batch size, from two; None if it is another step at another size. One sample is often another step."""
-    assert source.batch is not None
+def _at_sizes(source: Source, recorded: Recorded) -> StepFit | str:
+    """The step at any batch size, from two. If it is another step at another size: how they differ. One sample is often another
+    step than two.
+    """
+    if source.batch is None:
+        return "the function alone knows its batch"
+    different = ""
     graphs = {source.batch: recorded.graph}
     for small, large in ((source.batch, 2 * source.batch), (2 * source.batch, 3 * source.batch)):
         for size in (small, large):
@@ -175,8 +183,8 @@ def _at_sizes(source: Source, recorded: Recorded) -> StepFit | None:
         try:
             return fit_step(graphs[small], graphs[large], (small, large))
         except FitError as error:
-            logs.detail(f"MemOpt: {error}")
-    return None
+            different = str(error)
+    return different
 
 
 def _on(card: Card, graph: Graph, frontier: Frontier, plain_nbytes: int, batches: tuple[int | None, int | None]) -> OnCard:

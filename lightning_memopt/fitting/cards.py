@@ -66,7 +66,9 @@ def _card(name: str) -> Card:
     if name in profiles() or Path(name).is_file():
         rates = profile(name) if name in profiles() else MachineRates.read(name)
         if rates.device is None:
-            raise ConfigError(f"the rates {name!r} are of links alone: there is no card in them")
+            raise ConfigError(
+                f"the rates {name!r} are of links alone: there is no card in them. Give bytes, or one of {', '.join(CARDS)}"
+            )
         return Card(rates.name, rates.device)
     try:
         nbytes = parse_budget(name, _LARGEST)

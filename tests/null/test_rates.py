@@ -48,7 +48,7 @@ def test_what_has_no_rate_is_refused_by_name() -> None:
         (lambda: RATES.encode_seconds("bools", 1), "none for the codec bools, only for: block, int4"),
         (lambda: MachineRates(name="empty").decode_seconds("int8", 1), "only for: none"),
         (lambda: RATES.device and RATES.device.op_seconds(1, 1, "bfloat16"), "no FLOP rate for bfloat16; use one of float32"),
-        (lambda: profile("pcie9"), "no profile 'pcie9'; use one of pcie3-11gb, "),
+        (lambda: profile("pcie9"), "no profile 'pcie9'; use one of a100-40gb, "),
         (lambda: profile("../errors"), "no profile"),
     ):
         with pytest.raises(ConfigError, match=words):

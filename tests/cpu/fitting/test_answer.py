@@ -218,3 +218,35 @@ def test_optimizers_update_together_unless_they_were_told() -> None:
 
 def test_the_verdict_has_its_missing_bytes() -> None:
     assert OnCard("a", 10, "no", 12, 1.5, None, None).missing_nbytes == 2
+
+
+MODULE = """
+import torch
+from torch import nn
+
+def build(device="meta"):
+    with torch.device(device):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step():
+        model(torch.randn(32, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+"""
+
+
+def test_a_users_function_with_a_model_on_meta(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine_to_fit.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["fit", "mine_to_fit:build", "--card", "1GiB", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    weights = 4 * (64 * 64 + 64) * 4
+    assert answer["purposes"]["weights"] == weights and answer["purposes"]["optimizer state"] >= 2 * weights
+    assert answer["cards"][0]["largest_batch"] is None, "only the function knows its batch"
+    assert main(["plan", "mine_to_fit:build", "--budget", "min", "-o", str(tmp_path / "plan.json")]) == 2
+    assert "the model is on `meta` and cannot take a step. Use `memopt fit mine_to_fit:build`" in capsys.readouterr().err
