@@ -15,9 +15,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memopt.torch_private import OpOverload, free_weak, no_dispatch_modes, tree_map
+from lightning_memopt.torch_private import OpOverload, TorchDispatchMode, free_weak, no_dispatch_modes, storage_id, tree_map
 
 _SMALL = 1 << 24
 """Maximum number of bytes of an op's inputs and outputs with which it runs for real."""
@@ -53,13 +52,12 @@ class Unfilled(TorchDispatchMode):
             free_weak(self._unfilled.popitem()[1])
 
     def is_unfilled(self, t: torch.Tensor) -> bool:
-        return t.untyped_storage()._cdata in self._unfilled
+        return storage_id(t) in self._unfilled
 
     def _empties(self, t: torch.Tensor) -> torch.Tensor:
         """Note that the bytes of `t` are not computed."""
-        storage = t.untyped_storage()
-        if storage._cdata not in self._unfilled:
-            self._unfilled[storage._cdata] = storage._weak_ref()  # type: ignore[assignment]
+        if storage_id(t) not in self._unfilled:
+            self._unfilled[storage_id(t)] = t.untyped_storage()._weak_ref()  # type: ignore[assignment]
         return t
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -83,7 +81,7 @@ class Unfilled(TorchDispatchMode):
 
     def _fills(self, t: torch.Tensor) -> None:
         """Note that the bytes of `t` are computed from now on."""
-        free_weak(self._unfilled.pop(t.untyped_storage()._cdata))
+        free_weak(self._unfilled.pop(storage_id(t)))
 
     def _number(self, func: OpOverload, t: torch.Tensor) -> Any:
         """A number that user code asks for. A loss is 1.0; nothing is infinite or not a number; nothing is True."""
