@@ -27,6 +27,7 @@ from lightning_memopt.record import (
 )
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.interrupts import DEFERRED
+from lightning_memopt.record.settings import CHANGES
 from lightning_memopt.record.undoing import Calls
 from lightning_memopt.runtime.engine.guard import Guard
 from lightning_memopt.runtime.engine.handles import Handle, Kept
@@ -56,6 +57,7 @@ _OBJECTS = {
     "UNSHARED": UNSHARED,
     "DEFERRED": DEFERRED,
     "numeric_flags": numeric_flags,
+    "CHANGES": CHANGES,
     "StartChangedError": StartChangedError,
 }
 """What the native module works on: classes whose slots it reads, and values that it compares with."""
