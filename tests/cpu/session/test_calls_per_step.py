@@ -19,6 +19,8 @@ from torch import nn
 from lightning_memopt import live_objects, optimize
 from lightning_memopt.compiled import compiles
 from lightning_memopt.native import engine, install
+from lightning_memopt.record import around_calls, drop_seams, keep_seams
+from lightning_memopt.record.calls import CALL
 from lightning_memopt.record.settings import SETTERS
 from lightning_memopt.torch_private import INDUCTOR
 from tests.cpu.lib.device_thread import in_both_threads
@@ -153,6 +155,25 @@ def test_an_attribute_that_user_code_sets_meanwhile() -> None:
         assert torch.Tensor.numpy is theirs
     finally:
         torch.Tensor.numpy = original  # type: ignore[method-assign]
+
+
+def test_only_what_a_run_changes_often_stays_until_its_end() -> None:
+    """Not what was watched often before it: each call of such a module would look for a listener."""
+    run, module = nn.Identity(), nn.Linear(2, 2)
+
+    def watch() -> bool:
+        with around_calls([module], lambda _: None, lambda _: None):
+            assert CALL in vars(nn.Linear)
+        return CALL in vars(nn.Linear)
+
+    assert not any(watch() for _ in range(100))
+    keep_seams(run)
+    try:
+        assert not watch()
+        assert any(watch() for _ in range(100)), "each change clears what Python has cached for the class"
+    finally:
+        drop_seams(run)
+    assert CALL not in vars(nn.Linear)
 
 
 def test_what_python_makes_during_a_run_is_counted() -> None:
