@@ -362,14 +362,7 @@ def kernel_buffers(nodes: Sequence[Any]) -> Iterable[KernelBuffer]:
 
 
 AOT_BACKENDS, AOT_ENTRY = "torch._dynamo.backends.common", "aot_module_simplified"
-
-
-def aot_entry() -> Any:
-    """The function by which backends reach AOT autograd; its module is imported."""
-    return _named(f"{AOT_BACKENDS}:{AOT_ENTRY}")
-
-
-"""The module with the function by which backends reach AOT autograd; replaced in compiled/backends.py."""
+"""The module with the function by which backends reach AOT autograd; wrapped in compiled/backends.py."""
 DYNAMO = "torch._dynamo.eval_frame"
 INDUCTOR = "torch._inductor.compile_fx"
 INDUCTOR_CODE = "torch._inductor.output_code"
@@ -406,6 +399,11 @@ def inlining_code() -> Any:
 def generated_code_class() -> Any:
     """The class of what Inductor makes of a graph. A call of it runs the code (compiled_code.py)."""
     return _named(f"{INDUCTOR_CODE}:CompiledFxGraph")
+
+
+def aot_backends() -> Any:
+    """The module `AOT_BACKENDS`, imported."""
+    return importlib.import_module(AOT_BACKENDS)
 
 
 def split_by_cut(*arguments: Any, **options: Any) -> Any:

@@ -22,6 +22,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import ConfigError, InfeasibleError
 from lightning_memopt.graph import Graph
+from lightning_memopt.native import counter
 from lightning_memopt.ranks import buckets_nbytes
 from lightning_memopt.session import Session
 from lightning_memopt.session.measure.peak_meter import StepMeter
@@ -166,7 +167,7 @@ class Trials:
             batch = self._batch(size)
             tensors = list(resident_tensors(self.model, self.optimizers, batch))
             resident = resident_nbytes(tensors, self.device) + buckets_nbytes(self.model)
-            foreign = foreign_nbytes(tensors)
+            foreign = foreign_nbytes(tensors, counter())
             del tensors
             unmetered = {id(ref()) for ref in self._unmetered}
             gradients = [g for g in self._gradients() if id(g.untyped_storage()) in unmetered]

@@ -178,9 +178,8 @@ class Subject:
         if self._backend.keeps_statistics:
             return self._backend.allocated().now
         count = counter()
-        return (count.live_nbytes if count is not None else 0) + foreign_nbytes(
-            resident_tensors(self.model, self.optimizers, ())
-        )
+        foreign = foreign_nbytes(resident_tensors(self.model, self.optimizers, ()), count)
+        return (count.live_nbytes if count is not None else 0) + foreign
 
     def peak_nbytes(self) -> int:
         """Maximum bytes of a step above those in memory before it, by the allocator."""

@@ -19,7 +19,7 @@ from lightning_memopt.compiled.joint import flops_of
 from lightning_memopt.compiled.partitioner import as_torch_does, asked_to_split
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.record import listening_to
-from lightning_memopt.torch_private import aot_entry, autograd_config
+from lightning_memopt.torch_private import autograd_config
 
 EAGER = "aot_eager_decomp_partition"
 
@@ -33,7 +33,6 @@ def torch_splits(memory_budget: float) -> Iterator[dict[str, int]]:
     """Regions are split as torch does with this `activation_memory_budget`. FLOPs of a step: in all, and those of the joint
     graphs, in which nothing runs again.
     """
-    aot_entry()  # `asked_to_split` looks for its module
     flops = {"all": 0, "joint": 0}
 
     def counting(gm: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
@@ -43,7 +42,7 @@ def torch_splits(memory_budget: float) -> Iterator[dict[str, int]]:
         return halves
 
     functorch = autograd_config().patch(activation_memory_budget=memory_budget)
-    with functorch, listening_to(asked_to_split(lambda _: counting)):
+    with functorch, listening_to([asked_to_split(lambda _: counting)]):
         yield flops
 
 

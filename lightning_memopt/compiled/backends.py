@@ -1,7 +1,9 @@
-"""Backends of torch.compile other than Inductor that use AOT autograd: `aot_eager`, and users' own by `aot_autograd(...)`.
+"""The function through which all backends of torch.compile call AOT autograd: Inductor, `aot_eager`, and users' own by
+`aot_autograd(...)`.
 
-They have no setting that says how to split a region. So while a watched model runs, the function through which all of them call
-AOT autograd is replaced. The replacement passes on another partitioner, and compilers whose code reports when it runs.
+It is wrapped during a run. While something is compiled in a forward of a watched model, settings of Inductor are others
+(partitioner.py, kernels.py). Other backends have no setting that says how to split a region. They are given another
+partitioner instead, and compilers whose code reports when it runs.
 """
 
 from __future__ import annotations
@@ -10,17 +12,29 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
-from lightning_memopt.record import Seams, telling
-from lightning_memopt.torch_private import AOT_BACKENDS, AOT_ENTRY, INDUCTOR, split_in_place
+from lightning_memopt.record import Listening, Seams, listening_to, telling
+from lightning_memopt.torch_private import AOT_BACKENDS, AOT_ENTRY, INDUCTOR, aot_backends, split_in_place
 
 Split = tuple[fx.GraphModule, fx.GraphModule]
 Splitter = Callable[..., Split]
 Asked = tuple[int, Callable[[Splitter], Splitter]]
 """(thread, function): what the thread compiles is split by `function(partitioner)` instead of `partitioner`."""
+
+
+class Compiling(NamedTuple):
+    """What is different while a thread compiles.
+
+    asked: how its regions are split.
+    meanwhile: `meanwhile(by_inductor)` gives what listens while it does. `by_inductor`: the backend is Inductor.
+    """
+
+    asked: Asked
+    meanwhile: Callable[[bool], list[Listening]]
+
 
 _COMPILERS = ("fw_compiler", "bw_compiler", "inference_compiler")
 
@@ -40,20 +54,27 @@ def asked_here(seams: Seams[Asked], default: Splitter) -> Splitter:
 
 
 def _entry(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    default = options.get("partition_fn", split_in_place)
-    partitioner = default
-    if getattr(default, "__module__", None) != INDUCTOR:  # Inductor uses its own setting, and reports its code
-        partitioner = asked_here(backend_seams, default)
-    if partitioner is not default:
+    here = threading.get_ident()
+    compiling = [one for one in tuple(entry_seams.listeners) if one.asked[0] == here]
+    if not compiling:
+        return original(*args, **options)
+    partitioner = options.get("partition_fn", split_in_place)
+    by_inductor = getattr(partitioner, "__module__", None) == INDUCTOR
+    if not by_inductor:  # Inductor uses its own setting, and reports its code
+        for one in compiling:
+            partitioner = one.asked[1](partitioner)
         options["partition_fn"] = partitioner
         options.update({name: _telling(options[name]) for name in _COMPILERS if options.get(name) is not None})
-    return original(*args, **options)
+    meanwhile = (listening for one in compiling for listening in one.meanwhile(by_inductor))
+    # a backend may compile one graph while it compiles another
+    with listening_to([(seams, listener) for seams, listener in meanwhile if listener not in seams.listeners]):
+        return original(*args, **options)
 
 
-backend_seams: Seams[Asked] = Seams(lambda: [(backends(), AOT_ENTRY, lambda original: partial(_entry, original))])
-"""The replaced function, once such a backend is in use. Sessions in several threads may end in another order than they
-began.
-"""
+entry_seams: Seams[Compiling] = Seams(
+    lambda: [(aot_backends(), AOT_ENTRY, lambda original: partial(_entry, original))], stays=True
+)
+"""The wrapped function. Sessions in several threads may end in another order than they began."""
 
 
 def _telling(compiler: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,8 @@
 """How torch.compile splits a region into forward and backward, and how this package changes that.
 
 Inductor has the setting `custom_partitioner_fn` for this; backends.py does the same for other backends. Both are changed only
-during a forward of a watched model. A region without a plan is split as torch would split it, and its joint graph is read. A
-region with a plan is rewritten before the split.
+while something is compiled in a forward of a watched model. A region without a plan is split as torch would split it, and its
+joint graph is read. A region with a plan is rewritten before the split.
 
 Code that was compiled before is not split again. So `forget` makes dynamo compile it again at its next call. AOT autograd's
 cache is off meanwhile, because it would return code without calling the partitioner. Inductor's cache of generated code stays
@@ -22,9 +22,10 @@ from typing import Any
 
 from torch import fx
 
-from lightning_memopt.compiled.backends import Asked, Split, Splitter, asked_here, backend_seams, backends
+from lightning_memopt.compiled.backends import Asked, Compiling, Split, Splitter, asked_here, backends, entry_seams
 from lightning_memopt.compiled.halves import Halves, halves_of
 from lightning_memopt.compiled.joint import Joint
+from lightning_memopt.compiled.kernels import Ordering, asked_to_order
 from lightning_memopt.compiled.rewriting import rewrite
 from lightning_memopt.compiled.sizes import Signature, UnreadableError
 from lightning_memopt.plan import Life, LoweringError
@@ -103,17 +104,17 @@ _inductor_seams: Seams[Asked] = Seams(lambda: [(inductor_config(), "custom_parti
 _cache_seams: Seams[Asked] = Seams(lambda: [(autograd_config(), "enable_autograd_cache", lambda _: False)])
 
 
-def asked_to_split(asking: Callable[[Splitter], Splitter]) -> list[Listening]:
-    """Context managers to enter so that `asking(partitioner)` splits the regions that this thread compiles, instead of
-    `partitioner`.
+def asked_to_split(asking: Callable[[Splitter], Splitter], ordering: Ordering | None = None) -> Listening:
+    """While this listens, `asking(partitioner)` splits the regions that this thread compiles, instead of `partitioner`, and
+    Inductor calls `ordering` for the order of their kernels.
     """
     asked: Asked = threading.get_ident(), asking
-    all: list[Listening] = [(_cache_seams, asked)]
-    if inductor_compiles():
-        all.append((_inductor_seams, asked))
-    if backends() is not None:
-        all.append((backend_seams, asked))
-    return all
+
+    def meanwhile(by_inductor: bool) -> list[Listening]:
+        order = [] if ordering is None else asked_to_order(ordering)
+        return [(_cache_seams, asked), (_inductor_seams, asked), *order] if by_inductor else [(_cache_seams, asked)]
+
+    return entry_seams, Compiling(asked, meanwhile)
 
 
 def _set(stack: contextlib.ExitStack, config: Any, name: str, value: Any) -> None:
@@ -164,24 +165,23 @@ class Regions:
         self.seen: list[Region] = []
         self._split: list[Region] = []
         self._own_order = contextlib.ExitStack()
+        self._told_of_code: Any = None  # the handle of `told_of_code`, from the first split of a forward on
 
     @contextlib.contextmanager
-    def listening(self, more: Iterable[Listening] = ()) -> Iterator[None]:
-        """Within this context, every region that is compiled is read, and split by its plan. `more`: further context managers
-        to enter.
+    def listening(self, ordering: Ordering | None = None) -> Iterator[None]:
+        """Within this context, every region that is compiled is read, and split by its plan. `ordering`: gives the order of its
+        kernels.
         """
-        if not compiles():
-            yield
-            return
-        told = told_of_code(self._compiled)
         self.runs = 0
-        asked = asked_to_split(lambda default: partial(self._answer, default))
+        asked = asked_to_split(lambda default: partial(self._answer, default), ordering)
         try:
-            with listening_to([*asked, *told_of_compiled(self._code_runs), *more]):
+            with listening_to([asked, *told_of_compiled(self._code_runs)]):
                 yield
         finally:
-            told.remove()
-            self._own_order.close()
+            told, self._told_of_code = self._told_of_code, None
+            if told is not None:
+                told.remove()
+                self._own_order.close()
 
     @contextlib.contextmanager
     def _code_runs(self) -> Iterator[None]:
@@ -206,6 +206,8 @@ class Regions:
 
     def _answer(self, default: Splitter, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Split:
         self.splits += 1
+        if self._told_of_code is None:
+            self._told_of_code = told_of_code(self._compiled)
         unique_nodes(module)
         copied = fx.GraphModule(module, copy.deepcopy(module.graph))
         try:

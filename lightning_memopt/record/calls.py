@@ -130,7 +130,8 @@ def _beneath(module: nn.Module) -> Callable[..., Any]:
 def _put_seam(cls: type[nn.Module]) -> None:
     if _seams.keys().isdisjoint(cls.__mro__):
         _seams[cls] = CALL in vars(cls)
-        _often[cls] += 1
+        if are_kept():
+            _often[cls] += 1
         setattr(cls, CALL, _SEAM)
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_memopt.record.seams import Listening, Seams
-from lightning_memopt.record.settings import SETTERS
+from lightning_memopt.record.settings import CHANGES, SETTERS
 from lightning_memopt.record.uncompiled import uncompiled
 from lightning_memopt.torch_private import AUTOGRAD, innermost_hooks, no_dispatch_modes
 
@@ -121,10 +121,16 @@ def _setting(original: Any) -> Any:
         try:
             return original(*args, **kwargs)
         finally:
+            CHANGES.last = object()
             for listener in tuple(_forward_seams.listeners):
                 listener.sets()
 
     return function
+
+
+def _watched(_: Any) -> bool:
+    CHANGES.last = object()  # settings may have been set while nobody watched
+    return True
 
 
 def _forbidding(original: Any) -> Any:
@@ -143,6 +149,7 @@ _forward_seams: Seams[_Listener] = Seams(
         *((torch.UntypedStorage, name, _of_storage) for name in ("data_ptr", "__setitem__", "fill_", "copy_")),
         *((module, "to_dlpack", _of_tensor) for module in (torch, torch.utils.dlpack)),
         *((owner, name, _setting) for owner, name in SETTERS),
+        (CHANGES, "watched", _watched),  # behind all setters: installed when they are, and removed before them
         (AUTOGRAD, "_saved_tensors_hooks_disable", _forbidding),
     ],
     stays=True,

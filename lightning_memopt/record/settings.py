@@ -89,6 +89,21 @@ SETTERS = (
     (torch.backends.ContextProp, "__set__"),  # `torch.backends.mkldnn.enabled = ...` calls setters that it holds itself
 )
 """(owner, name) of every function that sets one of the settings."""
+
+
+class Changes:
+    """Tells whether a setting may have been set since a moment, without a look at each setting.
+
+    watched: whether the functions in `SETTERS` are wrapped now, and tell (exposure.py).
+    last: an object, another one after each time that one of them ran. It is of use only where `watched` is true.
+    """
+
+    def __init__(self) -> None:
+        self.watched = False
+        self.last = object()
+
+
+CHANGES = Changes()
 _DENORMAL = 5e-324
 _matmul, _deterministic, _warn_only = (
     C._get_float32_matmul_precision,
@@ -129,20 +144,23 @@ def set_numeric_flags(flags: tuple[Any, ...]) -> None:
     """Restore the settings `flags`, an earlier result of `numeric_flags`. Only settings that differ are set."""
     now = numeric_flags()
     precisions, deterministic, threads, dtype, flush, values = flags
-    if precisions != now[0]:
-        if precisions[0] is not None:
-            _set_matmul_precision(precisions[0])
-        for where, then in zip(_PRECISIONS, precisions[1:], strict=True):
-            if _precision(*where) != then:  # setting one precision may set others, too
-                _set_precision(*where, then)
-    if deterministic != now[1]:
-        _set_deterministic(deterministic[0], warn_only=deterministic[1])
-    if threads != now[2]:
-        _set_threads(threads)
-    if dtype != now[3]:
-        _set_default_dtype(dtype)
-    if flush != now[4]:
-        _set_denormal(flush)
-    for put, value, before in zip(_PUTTERS, values, now[5], strict=True):
-        if value != before:
-            put(*value) if isinstance(value, tuple) else put(value)
+    try:
+        if precisions != now[0]:
+            if precisions[0] is not None:
+                _set_matmul_precision(precisions[0])
+            for where, then in zip(_PRECISIONS, precisions[1:], strict=True):
+                if _precision(*where) != then:  # setting one precision may set others, too
+                    _set_precision(*where, then)
+        if deterministic != now[1]:
+            _set_deterministic(deterministic[0], warn_only=deterministic[1])
+        if threads != now[2]:
+            _set_threads(threads)
+        if dtype != now[3]:
+            _set_default_dtype(dtype)
+        if flush != now[4]:
+            _set_denormal(flush)
+        for put, value, before in zip(_PUTTERS, values, now[5], strict=True):
+            if value != before:
+                put(*value) if isinstance(value, tuple) else put(value)
+    finally:
+        CHANGES.last = object()

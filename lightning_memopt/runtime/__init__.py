@@ -13,7 +13,6 @@ from lightning_memopt.runtime.engine import (
     see_ops,
     sized_by_data,
     step_ended,
-    wake_hooks,
 )
 
 __all__ = [
@@ -28,6 +27,5 @@ __all__ = [
     "let_go",
     "step_ended",
     "see_ops",
-    "wake_hooks",
     "sized_by_data",
 ]

@@ -114,10 +114,10 @@ class Session:
         """Around one forward pass. Does nothing in evaluation, without gradients, nested, where hooks are forbidden, or while a
         CUDA graph is captured. `entered`: the module that is called instead of the model, and begins a forward (round.py)."""
         was_open = self.rounds.is_open
-        goes_on = self.rounds.goes_on(batch)
-        if not self.rounds.busy:
+        goes_on, busy = self.rounds.goes_on(batch), self.rounds.busy
+        if not busy:
             self._settle()
-        if not (goes_on or self._applies(entered)):
+        if not (goes_on or (not busy and self._applies(entered))):
             yield
             return
         entry = Entry(entered, self._ends.turn) if entered else None
@@ -224,7 +224,8 @@ class Session:
         self._slowed = self._metering.profiling or observation is not None
         measured = self._metering.close(observation)
         peak_nbytes = None if measured is None else measured.peak_nbytes
-        self.history.step_ended(*step.outcome(observation is not None), peak_nbytes)
+        if self.history.wanted:
+            self.history.step_ended(*step.outcome(observation is not None), peak_nbytes)
         if isinstance(before, Observing | Waiting):
             with self._agreement.planning():
                 self._end_observed(before)
@@ -238,11 +239,10 @@ class Session:
 
     def _judge(self, step: Step, measured: Measured | None) -> None:
         """For each plan that was in force in the step: keep it in force, or replace its state by a successor."""
-        largest = step.largest
         for state in step.plans:
             after = state.step_ended(self.say, None if measured is None else measured.peak_nbytes)
             if after is state and measured is not None:
-                if state is largest:
+                if state is step.largest:
                     after = state.measured(*measured, self.budget_nbytes, self.config, self.say)
                 else:
                     state.was_metered()
@@ -318,7 +318,7 @@ class Session:
         return 0 if self._early is None else self._early.updates.halfway
 
     def _applies(self, entered: str = "") -> bool:
-        if self.rounds.busy or (entered and (self.rounds.is_called or backward_runs())):  # a call beside the model's, or again
+        if entered and (self.rounds.is_called or backward_runs()):  # a call beside the model's, or again
             return False
         return self.enabled and gradients_are_recorded() and self.silence.can_observe(self.model, self.device)
 
@@ -355,9 +355,10 @@ class Session:
         if isinstance(state, Observing | Waiting):
             return self._observe(state, batch)
         self.silence.heard()
-        self._ends.planned(None)
         self._metering.begin(self.model, self.optimizers, batch, self.device, isinstance(state, Running) and state.measures)
-        return self._run(state) if isinstance(state, Running) else None
+        recording = self._run(state) if isinstance(state, Running) else None
+        self._ends.planned(None if recording is None else recording.engine)
+        return recording
 
     def _has_changed(self) -> None:
         """Drop all plans if the model has moved to another device, or DistributedDataParallel has new buckets of gradients."""
@@ -433,7 +434,6 @@ class Session:
         state.depot = self._offloading.depot_of(lender.plan, self._plan_cache.in_force)
         state.learned.device = self.device
         engine = PlannedEngine(state.learned, self.config.verify and state.verifies, state.depot, state.unproven)
-        self._ends.planned(engine)
         return PlannedRecording(engine, self.model)
 
     def _goes_on(self, call: Signature) -> tuple[bool, Recording | None]:

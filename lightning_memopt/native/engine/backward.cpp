@@ -1,5 +1,6 @@
 #include "backward.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -159,12 +160,30 @@ struct BelowAutograd {
   c10::AutoGradMode grad{c10::GradMode::is_enabled()};  // calls run under their own mode; afterwards this one is restored
 };
 
+bool flushes_denormals() {  // torch has no getter: ask the processor
+  volatile double smallest = 5e-324;
+  return smallest * 1.0 == 0.0;
+}
+
+// Whether the numeric settings are those of the forward (R6). Python asks for each of them only if one may have been set since it
+// last did.
+bool has_settings_of_forward(const Backward& backward, py::handle engine) {
+  const auto changes = py::handle(constants.changes);
+  const bool watched = changes.attr("watched").cast<bool>();
+  Compared now{changes.attr("last"), std::this_thread::get_id(), at::get_num_threads(), flushes_denormals()};
+  const Compared& before = backward.compared;
+  if (watched && now.last.is(before.last) && now.thread == before.thread && now.threads == before.threads &&
+      now.flushes_denormals == before.flushes_denormals)
+    return true;
+  const py::object flags = py::handle(constants.numeric_flags)();
+  if (!flags.equal(engine.attr("tape").attr("flags"))) return false;
+  backward.compared = std::move(now);
+  return true;
+}
+
 // `perform_natively` of the engine, if its contexts only need to go below autograd.
 void perform_below(const Backward& backward, py::handle engine, int64_t segment) {
-  const py::object flags = py::handle(constants.numeric_flags)();
-  const py::object then = engine.attr("tape").attr("flags");
-  const bool same = then.equal(flags);
-  if (!same || is_in_transform() || torch::autograd::profiler::profilerEnabled()) {
+  if (!has_settings_of_forward(backward, engine) || is_in_transform() || torch::autograd::profiler::profilerEnabled()) {
     engine.attr("perform_natively")(segment);
     return;
   }

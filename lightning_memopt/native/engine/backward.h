@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 
 #include <memory>
+#include <thread>
 #include <vector>
 
 namespace memopt {
@@ -35,12 +36,22 @@ struct Actions {
 // tensor or op, made, clones).
 std::unique_ptr<Actions> actions_of(pybind11::handle events, pybind11::handle segments, pybind11::handle last_fetch);
 
+// The moment in which the numeric settings were last compared with those of the forward, and were the same.
+struct Compared {
+  pybind11::object last;  // `Changes.last` (record/settings.py)
+  std::thread::id thread;
+  // Of the thread. A library may change them, too: they are compared for themselves.
+  int threads;
+  bool flushes_denormals;
+};
+
 // The backward of one forward. It has no reference to the engine.
 struct Backward {
   pybind11::object owner;  // of `actions`
   const Actions& actions;
   pybind11::dict versions;
   pybind11::object active, cursor, guard, due, ran;
+  mutable Compared compared;
 };
 
 // `Engine.unpacked`, for any engine. None if Python must return the tensor; then nothing has been done.

@@ -126,7 +126,7 @@ PyObject* make_backward(PyObject*, PyObject* args) {
   const auto* actions = static_cast<Actions*>(PyCapsule_GetPointer(PyTuple_GET_ITEM(args, 0), nullptr));
   if (actions == nullptr) return nullptr;
   return capsule(std::unique_ptr<Backward>(
-      new Backward{all[0], *actions, all[1], all[2], all[3], all[4], all[5], all[6]}));
+      new Backward{all[0], *actions, all[1], all[2], all[3], all[4], all[5], all[6], {}}));
   END_HANDLE_TH_ERRORS
 }
 

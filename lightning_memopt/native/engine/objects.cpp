@@ -95,7 +95,8 @@ bool know(PyObject* objects) {
       take(objects, "POSSIBLE_CLAIM", &constants.possible_claim) && take(objects, "PINNED_CLAIM", &constants.pinned_claim) &&
       take(objects, "OVERWRITTEN", &constants.overwritten) && take(objects, "OUTSIDE", &constants.outside) && take(objects, "UNKNOWN", &unknown) &&
       take(objects, "UNSHARED", &unshared) && take(objects, "DEFERRED", &constants.deferred) &&
-      take(objects, "numeric_flags", &constants.numeric_flags) && take(objects, "StartChangedError", &constants.start_changed);
+      take(objects, "numeric_flags", &constants.numeric_flags) && take(objects, "CHANGES", &constants.changes) &&
+      take(objects, "StartChangedError", &constants.start_changed);
   if (complete) {
     constants.unknown = PyLong_AsLongLong(unknown);
     constants.unshared = PyLong_AsLongLong(unshared);

@@ -65,6 +65,7 @@ struct Constants {
   PyObject *overwritten, *outside;  // reasons why a version has no call
   PyObject* deferred;     // exceptions that are to be raised at the next request (record/interrupts.py)
   PyObject* numeric_flags;  // the function (record/settings.py)
+  PyObject* changes;        // `CHANGES`, of the settings (record/settings.py)
   PyObject* start_changed;  // the class `StartChangedError`
   int64_t unknown, unshared;              // counters
 };

@@ -37,10 +37,12 @@ class Engine:
     lock: guards all of this (R11).
     saves: number of saves that were packed.
     rebuilt_ops: numbers of the calls that ran again, in the order in which they did.
+    native: the native engine; None where Python does all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, native: Any) -> None:
         raise_deferred()
+        self.native = native
         self.tape: Tape[Holding] = Tape(Holding)
         self.holdings = Holdings()
         self.recorder: Recorder | None = None

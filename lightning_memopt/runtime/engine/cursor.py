@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 from lightning_memopt.graph import BEFORE
-from lightning_memopt.native.engine import loaded
 
 NEVER = 1 << 62
 """A position that no forward reaches."""
@@ -107,7 +107,6 @@ def _owned_by(progress: type) -> type[Cursor]:
     return type("Cursor", (Cursor, progress), {"__slots__": ()})
 
 
-def new_cursor() -> Cursor:
-    """A cursor before the first op of a step."""
-    engine = loaded()
-    return Cursor() if engine is None else _owned_by(engine.Progress)()
+def new_cursor(native: Any) -> Cursor:
+    """A cursor before the first op of a step. `native`: the native engine, or None."""
+    return Cursor() if native is None else _owned_by(native.Progress)()

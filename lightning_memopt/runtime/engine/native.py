@@ -27,6 +27,7 @@ from lightning_memopt.record import (
 )
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.interrupts import DEFERRED
+from lightning_memopt.record.settings import CHANGES
 from lightning_memopt.record.undoing import Calls
 from lightning_memopt.runtime.engine.guard import Guard
 from lightning_memopt.runtime.engine.handles import Handle, Kept
@@ -56,6 +57,7 @@ _OBJECTS = {
     "UNSHARED": UNSHARED,
     "DEFERRED": DEFERRED,
     "numeric_flags": numeric_flags,
+    "CHANGES": CHANGES,
     "StartChangedError": StartChangedError,
 }
 """What the native module works on: classes whose slots it reads, and values that it compares with."""
@@ -66,30 +68,22 @@ def install_native(say: Callable[[str], None]) -> None:
     engine.install(say, _prepare)
 
 
-def see_ops(calls: Calls) -> None:
-    """A planned forward begins: from now on the native engine sees its ops first. Appends the call that ends this to
+def see_ops(native: Any, calls: Calls) -> None:
+    """A planned forward begins: from now on `native`, the native engine, sees its ops first. Appends the call that ends this to
     `calls`.
     """
-    module = engine.loaded()
-    if module is not None:
-        forward = object()
-        calls += (partial(_entering_hooks.leave, module), partial(module.end, forward))
-        _entering_hooks.enter(module)
-        module.begin(forward)
-
-
-def wake_hooks() -> None:
-    """Switch on the hooks of this thread's planned forward, which the native engine had switched off."""
-    module = engine.loaded()
-    if module is not None:
-        module.wake()
+    forward = object()
+    calls += (partial(_entering_hooks.leave, native), partial(native.end, forward))
+    _entering_hooks.enter(native)
+    native.begin(forward)
 
 
 def _waking(original: Any) -> Any:
     @uncompiled
     def push(*hooks: Any) -> Any:
-        if _entering_hooks.listeners and compilation() is None:  # while it compiles, torch itself switches all hooks off
-            wake_hooks()  # else the pushed hooks would be off, too
+        natives = tuple(_entering_hooks.listeners)
+        if natives and compilation() is None:  # while it compiles, torch itself switches all hooks off
+            natives[0].wake()  # else the pushed hooks would be off, too
         return original(*hooks)
 
     return push

@@ -124,7 +124,7 @@ class ObservingEngine(Engine):
         verify: bool = True,
         bound: Bound | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(loaded())
         self.bound = bound
         self.surplus = Surplus(self.tape)
         self.holdings: Holdings = _Holdings(self)
@@ -132,7 +132,7 @@ class ObservingEngine(Engine):
         self._pace = Pace()
         self._unverified: set[str] = set()
         self._verified_ops: set[str] = set()
-        self.tape.native = self._native = loaded()
+        self.tape.native = self.native
         self.events = events
         self.pressure = pressure
         self.verify = verify
@@ -265,9 +265,9 @@ class ObservingEngine(Engine):
             self.evictable[new.id] = new
 
     def handle(self, t: torch.Tensor, save: int, version: Version) -> Handle:
-        if self._native is None:
+        if self.native is None:
             return super().handle(t, save, version)
-        made: Handle = self._native.handle(t, self, save, version)
+        made: Handle = self.native.handle(t, self, save, version)
         return made
 
     def pack(self, t: torch.Tensor) -> Kept | Handle:

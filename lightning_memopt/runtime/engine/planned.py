@@ -62,11 +62,11 @@ class PlannedEngine(Engine):
         depot: Depot | None = None,
         unproven: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(learned.native)
         self.learned = learned
         self.program = program = learned.program
         self.unproven = unproven
-        self.cursor = new_cursor()
+        self.cursor = new_cursor(self.native)
         self.checks = Checks(verify)
         self.guard = Guard(len(program.graph.points))
         self.parking = Parking(program, self.tape, self.cursor, self.checks, set(program.resident_starts), depot)
@@ -80,7 +80,6 @@ class PlannedEngine(Engine):
         self.packing: object = None
         self.calls = 0
         self.between: Matcher | None = None
-        self._native = learned.native
 
     @property
     def names(self) -> Names:
@@ -130,7 +129,7 @@ class PlannedEngine(Engine):
             self.parking.pass_fences(over=self.is_whole)
         self.packing = None
         super().end_forward()
-        native = self._native
+        native = self.native
         if native is not None and self._backward is None and not self.checks.on:
             step = self.tape.versions, self.holdings.active, self.cursor, self.guard, self._due, self.rebuilt_ops
             self._backward = native.backward(self.learned.actions, *step)
@@ -143,7 +142,7 @@ class PlannedEngine(Engine):
 
     def begin_forward(self, recorder: Recorder) -> None:
         super().begin_forward(recorder)
-        native = self._native
+        native = self.native
         if native is not None and not self.checks.on:
             program, guard = self.program, self.guard
             packed = program.packed_then_overwritten, program.dropped_at_pack, program.packs, program.packs_here
@@ -212,7 +211,7 @@ class PlannedEngine(Engine):
         with self.lock:
             if self._backward is not None:
                 raise_deferred()
-                done: torch.Tensor | None = self._native.request(self._backward, self, handle)
+                done: torch.Tensor | None = self.native.request(self._backward, self, handle)
                 if done is not None:
                     return done
             event = ("unpack", handle.save, handle.times)
@@ -260,7 +259,7 @@ class PlannedEngine(Engine):
         with self.lock:
             version = handle.version
             event = ("release", handle.save, 0)
-            if self._backward is not None and self._native.released(self._backward, self, handle):
+            if self._backward is not None and self.native.released(self._backward, self, handle):
                 return
             with contextlib.suppress(OffloadError):  # a failed copy out: the bytes stay, and a later wait raises the error
                 if self._take(event).planned:
@@ -320,7 +319,7 @@ class PlannedEngine(Engine):
         """
         span = spans.segment(self.program.graph, self.program.schedule.segments.get(self.cursor.point))
         with below_autograd(), flags_of(self.tape), span:
-            self._native.perform(self._backward, self, segment)
+            self.native.perform(self._backward, self, segment)
 
     @uncompiled
     def fetch(self, tensor: int) -> None:

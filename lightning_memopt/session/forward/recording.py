@@ -33,7 +33,7 @@ from lightning_memopt.record import (
 )
 from lightning_memopt.record.gathered import around_units, unseen_by
 from lightning_memopt.record.undoing import Calls
-from lightning_memopt.runtime import Engine, PlannedEngine, see_ops, wake_hooks
+from lightning_memopt.runtime import Engine, PlannedEngine, see_ops
 from lightning_memopt.runtime.engine.holding import Version
 from lightning_memopt.runtime.engine.matching import Matcher
 from lightning_memopt.session.forward.gathering import Hidden
@@ -62,7 +62,7 @@ class _Pack:
 
 def hooks_of(engine: Engine) -> tuple[Any, Callable[[Any], Any]]:
     """(pack hook, unpack hook)."""
-    native = loaded() if isinstance(engine, PlannedEngine) else None
+    native = engine.native if isinstance(engine, PlannedEngine) else None
     return (_Pack(engine), engine.unpack) if native is None else (native.pack_hook(weakref.ref(engine)), native.unpack)
 
 
@@ -132,16 +132,13 @@ class Recording:
             raise
         return self
 
-    def _watch(self) -> None:
+    def _watch(self, *more: Listening) -> None:
         recorder = self.recorder
         forward = watching(recorder.expose, recorder.settings_changed, self._pack)
         levels = around_dual_levels(self._level_begins, self._level_ends)
         # else the observation listens to sizes until the end of the step
         sizes = (watching_sizes(recorder.resizing, recorder.resized),) if self._own_mode else ()
-        self._listen(forward, *sizes, levels)
-
-    def _listen(self, *all: Listening) -> None:
-        for seams, listener in all:
+        for seams, listener in (*more, forward, *sizes, levels):
             self._watching.append(partial(seams.leave, listener))
             seams.enter(listener)
 
@@ -173,8 +170,13 @@ class Recording:
             self._saving.append(self.recorder.leave)
             self.recorder.enter(self.beneath)
 
+    def _wake_hooks(self) -> None:
+        """Switch on the hooks of this thread's planned forward, which the native engine had switched off."""
+        if self.engine.native is not None:
+            self.engine.native.wake()
+
     def _unhook(self) -> None:
-        wake_hooks()
+        self._wake_hooks()
         self._hooks.leave()
 
     def __exit__(self, *_: Any) -> None:
@@ -219,15 +221,15 @@ class PlannedRecording(Recording):
         if self.engine.between is None:
             self.recorder.forget()
 
-    def _watch(self) -> None:
+    def _watch(self, *more: Listening) -> None:
         if self._spans:
             quiet = [module for weak, _ in self._spans.values() if (module := weak()) is not None]
             self._enter(around_calls(quiet, self._module_begins, self._module_ends))
         if self.engine.program.graph.windowed:
             self._enter(around_units(Hidden(self.recorder)))
-        self._listen(*told_of_compiled(self._compiled))
-        see_ops(self._watching)
-        super()._watch()
+        if self.engine.native is not None:
+            see_ops(self.engine.native, self._watching)
+        super()._watch(*told_of_compiled(self._compiled), *more)
 
     @contextlib.contextmanager
     def _compiled(self) -> Iterator[None]:
@@ -237,7 +239,7 @@ class PlannedRecording(Recording):
         cursor, names = self.engine.cursor, self.engine.program.names
         if threading.get_ident() == self._thread and names[cursor.position : cursor.position + 1] == [COMPILED]:
             cursor.advance()
-            wake_hooks()  # the plan may handle a result that the code saves now
+            self._wake_hooks()  # the plan may handle a result that the code saves now
 
     def _module_begins(self, module: nn.Module) -> None:
         if self._outside is not None:

@@ -139,8 +139,8 @@ class Metering:
         counts = counter_of(device)
         if counts is not None and not self._spoiled:
             if self._foreign_nbytes is None:
-                self._foreign_nbytes = foreign_nbytes(resident_tensors(model, optimizers, ()))
-            foreign = self._foreign_nbytes + foreign_nbytes(batch_tensors(batch))
+                self._foreign_nbytes = foreign_nbytes(resident_tensors(model, optimizers, ()), counts)
+            foreign = self._foreign_nbytes + foreign_nbytes(batch_tensors(batch), counts)
             self._meter = StepMeter(device, 0, foreign_nbytes=foreign)
         elif counts is None and wanted and self.possible:
             # the profiler reports the end of gradients that it saw being allocated: those of a metered step

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_memopt import native
 from lightning_memopt.device.places import is_on, on_host
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.graph.model import Kind
-from lightning_memopt.native import counter
 from lightning_memopt.record import is_plain
 from lightning_memopt.session.forward.leaves import leaves_of
 from lightning_memopt.session.observe.graphs import pieces
@@ -67,13 +67,13 @@ def resident_nbytes(tensors: Iterable[Named], device: torch.device) -> int:
     return sum(sizes(tensors, device))
 
 
-def foreign_nbytes(tensors: Iterable[Named]) -> int:
+def foreign_nbytes(tensors: Iterable[Named], counts: native.Counter | None) -> int:
     """Bytes of the distinct CPU storages of these tensors that torch's allocator did not allocate: numpy's, shared ones, those
-    of a file. 0 without the native counter.
+    of a file. 0 without `counts`, the native counter.
     """
-    seen, counts = {}, counter()
     if counts is None:
         return 0
+    seen = {}
     for t, _, _ in tensors:
         if on_host(t.device) and is_plain(t):
             storage = t.untyped_storage()

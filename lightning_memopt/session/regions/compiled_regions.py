@@ -23,7 +23,7 @@ from typing import Protocol
 
 from torch import nn
 
-from lightning_memopt.compiled import Region, Regions, asked_to_order, compiles
+from lightning_memopt.compiled import Region, Regions, compiles
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.graph import COMPILED, Graph
 from lightning_memopt.plan import Machine, RegionPlan, regions_text
@@ -119,7 +119,7 @@ class CompiledRegions(Part):
 
     def listening(self) -> contextlib.AbstractContextManager[None]:
         """Around a forward: regions that are compiled are read, and split by their plans."""
-        if self.enabled and compiles():
+        if self._enabled and compiles():
             return self._listening()
         self._begun = True  # nothing was compiled in this process
         return _NOTHING
@@ -131,7 +131,7 @@ class CompiledRegions(Part):
             if self._was_compiled():
                 self._regions.forget_all()
         try:
-            with self._regions.listening(asked_to_order(self._order)):
+            with self._regions.listening(self._order):
                 yield
         finally:
             self._take_seen()

@@ -81,10 +81,44 @@ def test_budgets_are_kept_exactly_with_the_bits_of_the_eager_model(backend: Any)
         assert abs(status.plan.predicted.peak_nbytes - status.measured_peak_nbytes) <= 0.001 * status.measured_peak_nbytes
 
 
-def test_the_way_to_the_backend_is_torchs_own_outside_of_a_forward() -> None:
+def test_the_way_to_the_backend_is_torchs_own_after_the_run() -> None:
     train("aot_eager", "min")
     entry = getattr(backends.backends(), AOT_ENTRY)
     assert (entry.__module__, entry.__name__) == ("torch._functorch.aot_autograd", AOT_ENTRY)
+
+
+def test_settings_are_others_only_while_a_watched_model_compiles() -> None:
+    inductor, autograd = torch_private.inductor_config(), torch_private.autograd_config()
+
+    def settings() -> list[Any]:
+        return [inductor.custom_partitioner_fn, inductor._post_fusion_custom_pass, autograd.enable_autograd_cache]
+
+    class Looking(torch_private.scheduler_pass_class()):  # type: ignore[misc]
+        """A pass of the user's."""
+
+        def __call__(self, nodes: list[Any]) -> list[Any]:
+            seen.append(settings())
+            return nodes
+
+        def uuid(self) -> Any:
+            return "looking"
+
+    seen: list[list[Any]] = []
+    torch._dynamo.reset()
+    net, other, x = Net(), nn.Linear(48, 48), torch.randn(4, 48)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+    compiled, beside = torch.compile(net), torch.compile(lambda x: functional.gelu(other(x)).sum())
+    looking = inductor.patch(_pre_fusion_custom_pass=Looking(), fx_graph_cache=False)
+    with looking, optimize(net, optimizer, profile_steps=1, verbose=False):
+        before = settings()
+        loss = compiled(x)
+        within, seen = seen, []
+        assert settings() == before
+        loss.backward()
+        seen.clear()
+        beside(x).backward()
+    assert within and all(now != then for found in within for now, then in zip(found, before, strict=True))
+    assert seen and all(found == before for found in seen)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
