@@ -166,7 +166,7 @@ def test_adapters_take_less(tmp_path: Path) -> None:
 def saved_nbytes(function: Any, *tensors: torch.Tensor) -> list[int]:
     """The sizes of what autograd saves."""
     found: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t.untyped_storage().nbytes()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t.untyped_storage().nbytes()), lambda t: t):
         function(*tensors)
     return found
 
