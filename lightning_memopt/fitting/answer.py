@@ -24,8 +24,8 @@ from lightning_memopt.solvers.frontier import Frontier
 from lightning_memopt.solvers.rollout import keep_all
 from lightning_memopt.units import format_nbytes
 
-_SEARCH_SECONDS = 10.0
-"""Time limit of the search for faster plans. The smallest plan is always found."""
+_SEARCH_SECONDS, _LIMIT_SECONDS = 10.0, 60.0
+"""Time limits of the search for faster plans, and of all searches. A plan for the smallest card is looked for to the end."""
 _LARGEST_BATCH = 1 << 14
 """The largest batch that is asked about."""
 
@@ -153,7 +153,13 @@ def answered(source: Source, cards: Sequence[Card]) -> Fit:
     plain_nbytes = simulate(graph, lives).predicted.peak_nbytes
     tight = sorted({card.usable_nbytes for card in cards if card.usable_nbytes < plain_nbytes})
     timed = cards[0].timed(graph)
-    frontier = planner.solve(timed, search_seconds=_SEARCH_SECONDS, limit_seconds=6 * _SEARCH_SECONDS, budgets=tight)
+    frontier = planner.solve(
+        timed,
+        search_seconds=_SEARCH_SECONDS,
+        limit_seconds=_LIMIT_SECONDS,
+        budgets=tight,
+        keep_nbytes=tight[0] if tight else None,
+    )
     sizes = _at_sizes(source, recorded)
     batches = [(None, None) for _ in cards] if isinstance(sizes, str) else _batches(sizes, cards)
     return Fit(

@@ -23,15 +23,25 @@ _ONE_BY_ONE = ("Adafactor", "Muon", "LBFGS", "SparseAdam")
 
 
 class CudaOperators(TorchFunctionMode):
-    """Within, attention and dropout are those of CUDA."""
+    """Within, attention and dropout are those of CUDA, and what is made on or moved to a CUDA device is on the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        args = tuple(map(_here, args))
+        kwargs = {name: _here(value) for name, value in (kwargs or {}).items()}
         if func is _ATTENTION:
             return _attention(*args, **kwargs)
         if func in _DROPOUTS:
             return _dropout(func, *args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _here(value: Any) -> Any:
+    """The CPU instead of a CUDA device."""
+    if isinstance(value, (str, torch.device)) and str(value).startswith("cuda"):
+        return torch.device("cpu")
+    return value
 
 
 def _attention(

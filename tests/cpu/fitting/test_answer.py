@@ -209,6 +209,16 @@ def test_dropout_saves_a_mask() -> None:
     mode.close()
 
 
+def test_what_is_moved_to_cuda_stays_here() -> None:
+    with Unfilled() as mode, CudaOperators():
+        model = nn.Linear(4, 4, device="cuda").cuda().to("cuda:0")
+        x = torch.ones(2, 4).to(torch.device("cuda"), torch.float64).to(device="cuda", dtype=torch.float32).cuda(0)
+        assert model(x).device == model.weight.device == x.device == torch.device("cpu") and x.dtype == torch.float32
+        with torch.device("cuda"):
+            assert torch.zeros(3).device.type == "cpu"
+    mode.close()
+
+
 def test_optimizers_update_together_unless_they_were_told() -> None:
     p = [nn.Parameter(torch.zeros(2))]
     adam, told, factored = torch.optim.Adam(p), torch.optim.AdamW(p, foreach=False), torch.optim.Adafactor(p)
