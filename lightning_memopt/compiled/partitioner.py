@@ -101,13 +101,7 @@ def _in_place_of(partitioner: Splitter | None) -> Any:
 
 # These settings apply to the whole process, and sessions in several threads may end in another order than they began.
 _inductor_seams: Seams[Asked] = Seams(lambda: [(inductor_config(), "custom_partitioner_fn", _in_place_of)])
-# Otherwise torch compiles a backward when it first runs, where nothing of this listens any more.
-_autograd_seams: Seams[Asked] = Seams(
-    lambda: [
-        (autograd_config(), "enable_autograd_cache", lambda _: False),
-        (autograd_config(), "force_non_lazy_backward_lowering", lambda _: True),
-    ]
-)
+_cache_seams: Seams[Asked] = Seams(lambda: [(autograd_config(), "enable_autograd_cache", lambda _: False)])
 
 
 def asked_to_split(asking: Callable[[Splitter], Splitter], ordering: Ordering | None = None) -> Listening:
@@ -118,7 +112,7 @@ def asked_to_split(asking: Callable[[Splitter], Splitter], ordering: Ordering | 
 
     def meanwhile(by_inductor: bool) -> list[Listening]:
         order = [] if ordering is None else asked_to_order(ordering)
-        return [(_autograd_seams, asked), (_inductor_seams, asked), *order] if by_inductor else [(_autograd_seams, asked)]
+        return [(_cache_seams, asked), (_inductor_seams, asked), *order] if by_inductor else [(_cache_seams, asked)]
 
     return entry_seams, Compiling(asked, meanwhile)
 

@@ -11,7 +11,6 @@ import torch._inductor.compile_fx  # what has been imported may compile
 from torch import Tensor, nn
 from torch._inductor import config
 
-from lightning_memopt import optimize
 from lightning_memopt.compiled import Kernels, asked_to_order, kernels
 from lightning_memopt.record import listening_to
 from lightning_memopt.session.regions import kernel_order
@@ -199,38 +198,6 @@ def test_a_session_asks_for_the_order_of_what_is_compiled(monkeypatch: pytest.Mo
 
     train(made, "min", steps=4)
     assert len(asked) >= 2
-
-
-def test_the_backward_of_a_planned_region_is_ordered_too() -> None:
-    """Torch would compile it when it first runs, in which case Inductor would move the ops that run again."""
-    compiled: list[tuple[str, bool]] = []
-    phase = ""
-
-    class Looking(kernels.scheduler_pass_class()):  # type: ignore[misc]
-        def __call__(self, nodes: list[Any]) -> list[Any]:
-            compiled.append((phase, config.reorder_for_peak_memory))
-            return nodes
-
-        def uuid(self) -> str:
-            return "looking"
-
-    model, x = Residual(), torch.randn(_ROWS, 48)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    forward = torch.compile(model)
-    with (
-        config.patch(_pre_fusion_custom_pass=Looking()),
-        optimize(model, optimizer, budget="min", profile_steps=1, verbose=False) as run,
-    ):
-        for i in range(4):
-            phase = f"forward {i}"
-            loss = forward(x)
-            phase = f"backward {i}"
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert "1 of 1 compiled regions run ops again" in (run.status().compiled or "")
-    assert {where.split()[0] for where, _ in compiled} == {"forward"}, compiled
-    assert [reordered for _, reordered in compiled] == [True, True, False, False], "once as torch does, once by the plan"
 
 
 @pytest.mark.parametrize("gap", [0.0005, 0.01])
