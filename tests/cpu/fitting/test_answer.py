@@ -24,6 +24,7 @@ from lightning_memopt.fitting.sources import Options, Source
 from lightning_memopt.fitting.unfilled import Unfilled
 from lightning_memopt.plan import simulate
 from lightning_memopt.solvers.rollout import keep_all
+from tests.cpu.fitting.test_unfilled import alone
 
 WIDTH = 256
 
@@ -91,9 +92,10 @@ def test_the_peak_is_that_of_the_step_that_runs() -> None:
             training.step()
         real = run.session.observed_graph
     assert real is not None
+    real = alone(real)
     expected = simulate(real, keep_all(real)).predicted.peak_nbytes
     assert answered(Source("chain", chain, None), [card(1 << 40)]).cards[0].largest_batch is None
-    found = record(lambda: chain(512), cuda=True).graph
+    found = alone(record(lambda: chain(512), cuda=True).graph)
     workspaces = max(op.workspace_nbytes for op in real.ops)
     assert expected - workspaces <= simulate(found, keep_all(found)).predicted.peak_nbytes <= expected
 

@@ -152,8 +152,8 @@ def test_nothing_keeps_what_a_forward_without_a_backward_recorded() -> None:
     with planned(model) as (run, _), pytest.MonkeyPatch.context() as patch:
         begin = Engine.__init__
 
-        def begins(engine: Engine) -> None:
-            begin(engine)
+        def begins(engine: Engine, native: Any) -> None:
+            begin(engine, native)
             engines.append(weakref.ref(engine))
 
         patch.setattr(Engine, "__init__", begins)
