@@ -30,7 +30,7 @@ from lightning_memopt.session.observe.resident import foreign_nbytes, resident_n
 from lightning_memopt.torch_private import gradient_of, tree_map
 from lightning_memopt.trace import count_all
 
-_NEVER_PLANNED = 1 << 20
+NEVER_PLANNED = 1 << 20
 """A value of `profile_steps` that is large enough that every step is observed and no plan is solved."""
 
 
@@ -138,7 +138,7 @@ class Trials:
     def observe(self, size: int, kind: str = "profile") -> Graph | None:
         """The graph of one step of this size, update included; None if it does not fit, or the data has no such batch."""
         config = self.config or MemOptConfig(budget="min")
-        quiet = dataclasses.replace(config, profile_steps=_NEVER_PLANNED, plan=None, verify=False, verbose=False)
+        quiet = dataclasses.replace(config, profile_steps=NEVER_PLANNED, plan=None, verify=False, verbose=False)
         graph: Graph | None = None
         with self._running(kind, size) as trial, self._session(quiet) as session:
             self._run(self._batch(size), session, self.effective is None)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import fields
 from typing import Any
 
-_OPTIONS = ("task", "batch", "length", "dtype", "optimizer", "lora")
+from lightning_memopt.fitting.sources import DTYPES, OPTIMIZERS, TASKS, Options
 
 
 def add(commands: Any) -> None:
@@ -18,13 +19,16 @@ def add(commands: Any) -> None:
         "id of a model",
     )
     fit.add_argument("--card", action="append", default=[], metavar="CARD", help="24GiB, a profile, or a file of rates; repeat")
+    default = Options()
+    fit.add_argument("--task", help=f"of a config: {', '.join(TASKS)}")
+    fit.add_argument("--batch", type=int, default=default.batch, help=f"samples of a step (default: {default.batch})")
+    fit.add_argument("--length", type=int, default=default.length, help=f"tokens of a sample (default: {default.length})")
     fit.add_argument(
-        "--task", help="of a config: causal-lm, masked-lm, seq2seq-lm, sequence-classification, image-classification"
+        "--dtype",
+        default=default.dtype,
+        help=f"{', '.join(DTYPES)} (default: {default.dtype}); mixed-bf16 is autocast with fp32 weights",
     )
-    fit.add_argument("--batch", type=int, default=1, help="samples of a step (default: 1)")
-    fit.add_argument("--length", type=int, default=1024, help="tokens of a sample (default: 1024)")
-    fit.add_argument("--dtype", default="bf16", help="fp32, bf16 (default), fp16, or mixed-bf16: autocast with fp32 weights")
-    fit.add_argument("--optimizer", default="adamw", help="adamw (default), adam, sgd, adafactor")
+    fit.add_argument("--optimizer", default=default.optimizer, help=f"{', '.join(OPTIMIZERS)} (default: {default.optimizer})")
     fit.add_argument("--lora", type=int, default=None, metavar="RANK", help="train adapters of this rank on all linear layers")
     fit.add_argument("--json", action="store_true", help="print the answer as JSON")
     fit.set_defaults(run=run)
@@ -34,6 +38,6 @@ def run(args: argparse.Namespace) -> int:
     """Print the answer. Returns 0 if the step fits on every card, 3 if not."""
     from lightning_memopt.fitting.answer import fit
 
-    answer = fit(args.source, args.card, **{name: getattr(args, name) for name in _OPTIONS})
+    answer = fit(args.source, args.card, **{field.name: getattr(args, field.name) for field in fields(Options)})
     print(json.dumps(answer.to_json()) if args.json else answer.table())
     return 0 if answer.fits else 3

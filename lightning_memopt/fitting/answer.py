@@ -101,10 +101,12 @@ class Fit:
 
     def table(self) -> str:
         """The answer as text."""
-        lines = [f"{self.source}: the unmodified step peaks at {format_nbytes(self.peak_nbytes)}, the smallest plan at "]
-        lines[0] += f"{format_nbytes(self.smallest_nbytes)}."
         parts = ", ".join(f"{name} {format_nbytes(n)}" for name, n in sorted(self.purposes.items(), key=lambda e: -e[1]))
-        lines.append(f"At the peak: {parts}. Beside it: CUDA's context and libraries, about {format_nbytes(CONTEXT_NBYTES)}.")
+        lines = [
+            f"{self.source}: the unmodified step peaks at {format_nbytes(self.peak_nbytes)}, the smallest plan at "
+            f"{format_nbytes(self.smallest_nbytes)}.",
+            f"At the peak: {parts}. Beside it: CUDA's context and libraries, about {format_nbytes(CONTEXT_NBYTES)}.",
+        ]
         table = Table(title="")
         for name in ("card", "usable", "verdict", "peak", "time", *(() if self.unsized else ("largest batch", "with a plan"))):
             table.add_column(name, justify="left" if name in ("card", "verdict") else "right")
@@ -145,12 +147,10 @@ def fit(source: str, cards: Sequence[str] = (), **options: Any) -> Fit:
 
 def answered(source: Source, cards: Sequence[Card]) -> Fit:
     """The answer for a source and cards."""
-    size = source.batch or 1
-    recorded = record(lambda: source.build(size), cuda=True)
+    recorded = record(partial(source.build, source.batch or 1), cuda=True)
     graph = recorded.graph
-    lives = keep_all(graph)
-    peak = at_peak(graph, lives)
-    plain_nbytes = simulate(graph, lives).predicted.peak_nbytes
+    peak = at_peak(graph, keep_all(graph))
+    plain_nbytes = peak.total
     tight = sorted({card.usable_nbytes for card in cards if card.usable_nbytes < plain_nbytes})
     timed = cards[0].timed(graph)
     frontier = planner.solve(
@@ -236,9 +236,7 @@ def _time(card: OnCard) -> str:
 
 
 def _batch(size: int | None) -> str:
-    if size is None:
-        return "?"
-    return f"{_LARGEST_BATCH}+" if size >= _LARGEST_BATCH else str(size)
+    return f"{size}+" if size == _LARGEST_BATCH else str(size)
 
 
 def _assumed(assumed: dict[str, int]) -> list[str]:

@@ -32,9 +32,8 @@ class CudaOperators(TorchFunctionMode):
         kwargs = {name: _here(value) for name, value in (kwargs or {}).items()}
         if func is _ATTENTION:
             return _attention(*args, **kwargs)
-        if func in _DROPOUTS:
-            return _dropout(func, *args, **kwargs)
-        return func(*args, **kwargs)
+        dropped = _masked_dropout(*args, **kwargs) if func in _DROPOUTS else None
+        return func(*args, **kwargs) if dropped is None else dropped
 
 
 def _here(value: Any) -> Any:
@@ -62,25 +61,25 @@ def _attention(
         return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     scale = head**-0.5 if scale is None else scale
     if attn_mask is None and query.dtype in _HALF and head <= _LARGEST_HEAD:
-        query, key, value = (torch.nn.functional.pad(t, (0, -head % 8)) if head % 8 else t for t in (query, key, value))
-        made = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        padded = [torch.nn.functional.pad(t, (0, -head % 8)) if head % 8 else t for t in (query, key, value)]
+        made = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
         return made[..., :head] if head % 8 else made
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:  # torch turns it into numbers to add
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -float("inf"))
         attn_mask = attn_mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
-    made = aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, query.requires_grad or key.requires_grad, dropout_p, is_causal, scale=scale
-    )[0]
-    return made
+    saves = query.requires_grad or key.requires_grad
+    made = aten._scaled_dot_product_efficient_attention(query, key, value, attn_mask, saves, dropout_p, is_causal, scale=scale)
+    attended: torch.Tensor = made[0]
+    return attended
 
 
-def _dropout(func: Any, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **more: Any) -> Any:
-    """Dropout that saves a mask of one byte an element."""
-    training = more.get("train", training)
-    if not training or inplace or not 0 < p < 1 or not input.is_floating_point():
-        return func(input, p, training, inplace) if inplace else func(input, p, training)
-    return torch.native_dropout(input, p, True)[0]
+def _masked_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **named: Any) -> Any:
+    """Dropout that saves a mask of one byte an element; None if CUDA has no such kernel for these arguments. `torch.dropout`
+    calls `training` by another name: `train`.
+    """
+    drops = named.get("train", training) and not inplace and 0 < p < 1 and input.is_floating_point()
+    return torch.native_dropout(input, p, True)[0] if drops else None
 
 
 def update_together(optimizers: Iterable[torch.optim.Optimizer]) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_memopt.batching.trials import NEVER_PLANNED
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.fitting.operators import CudaOperators, update_together
 from lightning_memopt.fitting.unfilled import Unfilled
@@ -20,8 +21,6 @@ from lightning_memopt.native.counting import counter
 if TYPE_CHECKING:
     from lightning_memopt.bench.subject import Training
 
-_NEVER = 1 << 20
-"""A value of `profile_steps` that is large enough that every step is observed and no plan is solved."""
 STEPS = 2
 """Steps that are recorded. Optimizers make their state in the first one, so the last one is like those that follow."""
 
@@ -70,7 +69,7 @@ def _observed(build: Callable[[], Training], cuda: bool) -> tuple[Graph | None, 
     training = build()
     if cuda:
         update_together([training.optimizer] if isinstance(training.optimizer, Optimizer) else training.optimizer)
-    options: dict[str, Any] = {"budget": "min", "profile_steps": _NEVER, "verify": False, "verbose": False}
+    options: dict[str, Any] = {"budget": "min", "profile_steps": NEVER_PLANNED, "verify": False, "verbose": False}
     with optimize(training.model, training.optimizer, **options) as run:
         for _ in range(STEPS):
             training.step()

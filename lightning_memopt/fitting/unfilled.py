@@ -86,7 +86,7 @@ class Unfilled(TorchDispatchMode):
     def _number(self, func: OpOverload, t: torch.Tensor) -> Any:
         """A number that user code asks for. A loss is 1.0; nothing is infinite or not a number; nothing is True."""
         self.assumed[func._schema.name] += 1
-        return torch.ones((), dtype=t.dtype).item() if t.dtype.is_floating_point else torch.zeros((), dtype=t.dtype).item()
+        return torch.full((), float(t.dtype.is_floating_point), dtype=t.dtype).item()
 
     def _run(self, func: OpOverload, args: Any, kwargs: Any, inputs: Sequence[torch.Tensor], may_run: bool) -> Any:
         """What the op returns. `may_run`: all its inputs have bytes."""

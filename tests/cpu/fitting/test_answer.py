@@ -223,7 +223,9 @@ def test_what_is_moved_to_cuda_stays_here() -> None:
 
 def test_optimizers_update_together_unless_they_were_told() -> None:
     p = [nn.Parameter(torch.zeros(2))]
-    adam, told, factored = torch.optim.Adam(p), torch.optim.AdamW(p, foreach=False), torch.optim.Adafactor(p)
+    adam = torch.optim.Adam(p)
+    told = torch.optim.AdamW(p, foreach=False)
+    factored = torch.optim.Adafactor(p)
     update_together([adam, told, factored])
     assert [o.param_groups[0]["foreach"] for o in (adam, told, factored)] == [True, False, None]
 
