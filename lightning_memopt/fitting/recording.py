@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,7 @@ def record(build: Callable[[], Training], cuda: bool = False) -> Recorded:
 
     Raises ConfigError if the steps have no forward in training, backward and update.
     """
-    with torch.random.fork_rng(devices=[]):
+    with _same_random_numbers():
         counted, mode = counter(), Unfilled()
         before_nbytes = 0 if counted is None else counted.live_nbytes
         try:
@@ -60,6 +60,18 @@ def record(build: Callable[[], Training], cuda: bool = False) -> Recorded:
             f"{said}"
         )
     return Recorded(_without(graph, before_nbytes), mode.assumed, mode.ran)
+
+
+@contextlib.contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Afterwards, the random numbers are those that would have been drawn without this. (`fork_rng` keeps a tensor, which would
+    count as memory of the step.)
+    """
+    state = bytearray(torch.get_rng_state().numpy().tobytes())
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8))
 
 
 def _observed(build: Callable[[], Training], cuda: bool) -> tuple[Graph | None, str]:

@@ -189,6 +189,20 @@ def test_a_model_on_meta() -> None:
     assert [shape(op) for op in on_meta.ops] == [shape(op) for op in real.ops] and on_meta.tensors == real.tensors
 
 
+def test_the_random_numbers_that_follow_are_the_same() -> None:
+    torch.manual_seed(3)
+    expected = torch.randn(4)
+    training = mixed()
+
+    def draws() -> Training:
+        torch.randn(100)
+        return training
+
+    torch.manual_seed(3)
+    record(draws)
+    assert torch.equal(torch.randn(4), expected)
+
+
 def test_a_step_without_a_backward_is_refused() -> None:
     model = nn.Linear(4, 4)
     with pytest.raises(ConfigError, match="must run a forward of the model in training, its backward"):
