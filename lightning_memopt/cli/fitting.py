@@ -15,8 +15,9 @@ def add(commands: Any) -> None:
     fit = commands.add_parser("fit", help="whether a training step fits on cards that are not here, by a plan or as it is")
     fit.add_argument(
         "source",
-        help="package.module:function returning (model, optimizer, step), a config.json of transformers, its folder, or the "
-        "id of a model",
+        nargs="+",
+        help="package.module:function returning (model, optimizer, step); a config.json of transformers, its folder, or the "
+        "id of a model; or, after --, a command that runs a training script: python train.py --lr 0.1",
     )
     fit.add_argument("--card", action="append", default=[], metavar="CARD", help="24GiB, a profile, or a file of rates; repeat")
     default = Options()
@@ -38,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the answer. Returns 0 if the step fits on every card, 3 if not."""
     from lightning_memopt.fitting.answer import fit
 
-    answer = fit(args.source, args.card, **{field.name: getattr(args, field.name) for field in fields(Options)})
+    source = args.source[0] if len(args.source) == 1 else args.source
+    answer = fit(source, args.card, **{field.name: getattr(args, field.name) for field in fields(Options)})
     print(json.dumps(answer.to_json()) if args.json else answer.table())
     return 0 if answer.fits else 3

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 from lightning_memopt.batching.fit import FitError, StepFit
 from lightning_memopt.batching.fit import fit as fit_step
 from lightning_memopt.batching.plans import largest
-from lightning_memopt.errors import InfeasibleError
+from lightning_memopt.errors import ConfigError, InfeasibleError
 from lightning_memopt.fitting.cards import CONTEXT_NBYTES, Card, cards_of
-from lightning_memopt.fitting.recording import Recorded, record
+from lightning_memopt.fitting.recording import CHECKPOINTED, Recorded
 from lightning_memopt.fitting.sources import Options, Source, source_of
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, simulate
@@ -131,23 +130,24 @@ class Fit:
         return "\n".join(lines)
 
 
-def fit(source: str, cards: Sequence[str] = (), **options: Any) -> Fit:
+def fit(source: str | Sequence[str], cards: Sequence[str] = (), **options: Any) -> Fit:
     """Whether a training step fits on cards, without a card, memory, or weights.
 
     source: `package.module:function` that returns (model, optimizer, step); the path of a config.json of transformers, or of
-        its folder; or the id of a model.
+        its folder; the id of a model; or the words of a command that runs a training script: ["python", "train.py"].
     cards: names of profiles, files of rates, or bytes ("24GiB"); none: `fitting.cards.CARDS`.
     options: how the model of a config is trained (`fitting.sources.Options`).
 
     Raises ConfigError if there is no such source or card, or if its step cannot be planned.
     """
-    asked, found = cards_of(cards), source_of(source, Options(**options))
-    return answered(found, asked)
+    asked = cards_of(cards)
+    device = asked[0].name, max(card.device.nbytes for card in asked)
+    return answered(source_of(source, Options(**options), device), asked)
 
 
 def answered(source: Source, cards: Sequence[Card]) -> Fit:
     """The answer for a source and cards."""
-    recorded = record(partial(source.build, source.batch or 1), cuda=True)
+    recorded = source.record(source.batch or 1)
     graph = recorded.graph
     peak = at_peak(graph, keep_all(graph))
     plain_nbytes = peak.total
@@ -179,16 +179,16 @@ def _at_sizes(source: Source, recorded: Recorded) -> StepFit | str:
     step than two.
     """
     if source.batch is None:
-        return "the function alone knows its batch"
+        return "the source alone knows its batch"
     different = ""
     graphs = {source.batch: recorded.graph}
     for small, large in ((source.batch, 2 * source.batch), (2 * source.batch, 3 * source.batch)):
-        for size in (small, large):
-            if size not in graphs:
-                graphs[size] = record(partial(source.build, size), cuda=True).graph
         try:
+            for size in (small, large):
+                if size not in graphs:
+                    graphs[size] = source.record(size).graph
             return fit_step(graphs[small], graphs[large], (small, large))
-        except FitError as error:
+        except (ConfigError, FitError) as error:
             different = str(error)
     return different
 
@@ -242,6 +242,7 @@ def _batch(size: int | None) -> str:
 def _assumed(assumed: dict[str, int]) -> list[str]:
     texts = {
         "aten::_local_scalar_dense": "numbers that the step asked of tensors without bytes are 1.0, 0 or False",
+        CHECKPOINTED: "gradient checkpointing is off, since a plan replaces it",
         "aten::topk": "a router chooses all experts equally often",
     }
     return [texts.get(name, f"{name.removeprefix('ran ')} ran on memory that nobody filled") for name in assumed]

@@ -7,15 +7,22 @@ so the memory of a step, differs by several times.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
+
+from lightning_memopt.torch_private import CHECKPOINT_GENERATOR
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _DROPOUTS = (torch.dropout, torch.nn.functional.dropout)
 _HALF = (torch.bfloat16, torch.float16)
+_OF_DEVICES = (torch.device, torch._C._nn._parse_to)
+"""Functions that return a device: it is the one that was asked for, until a tensor is made on it or moved to it."""
 _LARGEST_HEAD = 256
 """The largest head that flash attention has kernels for."""
 _ONE_BY_ONE = ("Adafactor", "Muon", "LBFGS", "SparseAdam")
@@ -23,24 +30,37 @@ _ONE_BY_ONE = ("Adafactor", "Muon", "LBFGS", "SparseAdam")
 
 
 class CudaOperators(TorchFunctionMode):
-    """Within, attention and dropout are those of CUDA, and what is made on or moved to a CUDA device is on the CPU."""
+    """Within, attention and dropout are those of CUDA, and what is made on or moved to a CUDA device is on the CPU.
+
+    moves: is told of these tensors.
+    """
+
+    def __init__(self, moves: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._moves = moves
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
+            self._moves(args[0])
             return args[0]
-        args = tuple(map(_here, args))
-        kwargs = {name: _here(value) for name, value in (kwargs or {}).items()}
+        if func not in _OF_DEVICES and (any(map(_is_cuda, args)) or any(map(_is_cuda, kwargs.values()))):
+            made = func(*map(_here, args), **{name: _here(value) for name, value in kwargs.items()})
+            self._moves(made)
+            return made
         if func is _ATTENTION:
             return _attention(*args, **kwargs)
         dropped = _masked_dropout(*args, **kwargs) if func in _DROPOUTS else None
         return func(*args, **kwargs) if dropped is None else dropped
 
 
+def _is_cuda(value: Any) -> bool:
+    return isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
+
+
 def _here(value: Any) -> Any:
     """The CPU instead of a CUDA device."""
-    if isinstance(value, (str, torch.device)) and str(value).startswith("cuda"):
-        return torch.device("cpu")
-    return value
+    return torch.device("cpu") if _is_cuda(value) else value
 
 
 def _attention(
@@ -55,6 +75,8 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Flash attention in half precision without a mask, and memory-efficient attention otherwise, as torch chooses."""
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (t.to(torch.get_autocast_dtype("cpu")) for t in (query, key, value))
     aten, head = torch.ops.aten, query.size(-1)
     grouped = enable_gqa and query.size(-3) != key.size(-3)
     if query.dim() != 4 or (grouped and (attn_mask is not None or query.dtype not in _HALF)):
@@ -80,6 +102,29 @@ def _masked_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, 
     """
     drops = named.get("train", training) and not inplace and 0 < p < 1 and input.is_floating_point()
     return torch.native_dropout(input, p, True)[0] if drops else None
+
+
+@contextlib.contextmanager
+def without_checkpointing(calls: Callable[[], None]) -> Iterator[None]:
+    """Within, what is checkpointed runs plainly; `calls` is called for each. A plan replaces checkpointing, and function modes
+    are off where it runs a forward again.
+    """
+
+    def plainly(*args: Any, **kwargs: Any) -> Iterator[None]:
+        calls()
+        yield
+
+    class Plain:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserves: bool, *args: Any) -> Any:
+            calls()
+            return function(*args)
+
+    with (
+        mock.patch.object(torch.utils.checkpoint, CHECKPOINT_GENERATOR, plainly),
+        mock.patch.object(torch.utils.checkpoint, "CheckpointFunction", Plain),
+    ):
+        yield
 
 
 def update_together(optimizers: Iterable[torch.optim.Optimizer]) -> None:

@@ -13,14 +13,16 @@ from torch.optim import Optimizer
 
 from lightning_memopt.batching.trials import NEVER_PLANNED
 from lightning_memopt.errors import ConfigError
-from lightning_memopt.fitting.operators import CudaOperators, update_together
+from lightning_memopt.fitting.autocast import cuda_autocast
+from lightning_memopt.fitting.operators import CudaOperators, update_together, without_checkpointing
 from lightning_memopt.fitting.unfilled import Unfilled
 from lightning_memopt.graph import OUTSIDE, Graph, Tensor
-from lightning_memopt.native.counting import counter
 
 if TYPE_CHECKING:
     from lightning_memopt.bench.subject import Training
 
+CHECKPOINTED = "gradient checkpointing"
+"""What is taken off, since a plan replaces it."""
 STEPS = 2
 """Steps that are recorded. Optimizers make their state in the first one, so the last one is like those that follow."""
 
@@ -39,6 +41,24 @@ class Recorded:
     ran: Counter[str]
 
 
+@dataclass(frozen=True)
+class Observed:
+    """What observing a few steps gave.
+
+    graph: the last step; None if it could not be recorded.
+    said: why there is none.
+    host_nbytes: bytes of this process during that step that would not be on the card.
+    """
+
+    graph: Graph | None
+    said: str
+    host_nbytes: int
+
+
+Observe = Callable[[Unfilled], Observed]
+"""Runs steps, and observes them."""
+
+
 def record(build: Callable[[], Training], cuda: bool = False) -> Recorded:
     """Record a step of the training that `build` makes. No bytes of it are computed, those of its weights included.
 
@@ -46,20 +66,31 @@ def record(build: Callable[[], Training], cuda: bool = False) -> Recorded:
 
     Raises ConfigError if the steps have no forward in training, backward and update.
     """
+    return recorded(lambda mode: _observed(build, cuda, mode), cuda)
+
+
+def recorded(observe: Observe, cuda: bool = False) -> Recorded:
+    """`record` for what runs its steps, and is observed, by itself."""
     with _same_random_numbers():
-        counted, mode = counter(), Unfilled()
-        before_nbytes = 0 if counted is None else counted.live_nbytes
+        mode = Unfilled()
         try:
-            with mode, CudaOperators() if cuda else contextlib.nullcontext():
-                graph, said = _observed(build, cuda)
+            with mode, _cuda(mode) if cuda else contextlib.nullcontext():
+                observed = observe(mode)
         finally:
             mode.close()
-    if graph is None:
+    if observed.graph is None:
         raise ConfigError(
             "the step cannot be planned: it must run a forward of the model in training, its backward, and optimizer.step(). "
-            f"{said}"
+            f"{observed.said}"
         )
-    return Recorded(_without(graph, before_nbytes), mode.assumed, mode.ran)
+    return Recorded(_without(observed.graph, observed.host_nbytes), mode.assumed, mode.ran)
+
+
+@contextlib.contextmanager
+def _cuda(mode: Unfilled) -> Iterator[None]:
+    """Within, ops are those that torch would choose on a CUDA device."""
+    with CudaOperators(mode.moves), cuda_autocast(), without_checkpointing(lambda: mode.assumed.update([CHECKPOINTED])):
+        yield
 
 
 @contextlib.contextmanager
@@ -74,10 +105,11 @@ def _same_random_numbers() -> Iterator[None]:
         torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8))
 
 
-def _observed(build: Callable[[], Training], cuda: bool) -> tuple[Graph | None, str]:
-    """The graph of the last of a few steps, or None, and the run's report."""
+def _observed(build: Callable[[], Training], cuda: bool, mode: Unfilled) -> Observed:
+    """The last of a few steps."""
     from lightning_memopt.integrations.plain import optimize
 
+    before_nbytes = mode.host_nbytes
     training = build()
     if cuda:
         update_together([training.optimizer] if isinstance(training.optimizer, Optimizer) else training.optimizer)
@@ -85,13 +117,14 @@ def _observed(build: Callable[[], Training], cuda: bool) -> tuple[Graph | None, 
     with optimize(training.model, training.optimizer, **options) as run:
         for _ in range(STEPS):
             training.step()
-        return run.session.observed_graph, run.report()
+        status = run.status()
+        return Observed(run.session.observed_graph, f"{status.reason} {status.remedy}".strip(), before_nbytes)
 
 
-def _without(graph: Graph, before_nbytes: int) -> Graph:
-    """The graph without memory of this process that was there before."""
+def _without(graph: Graph, host_nbytes: int) -> Graph:
+    """The graph without memory of this process that would not be on the card."""
 
     def own(t: Tensor) -> Tensor:
-        return replace(t, nbytes=max(0, t.nbytes - before_nbytes)) if t.name == OUTSIDE else t
+        return replace(t, nbytes=max(0, t.nbytes - host_nbytes)) if t.name == OUTSIDE else t
 
     return replace(graph, tensors=tuple(map(own, graph.tensors)))

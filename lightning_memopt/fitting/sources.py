@@ -1,14 +1,17 @@
-"""What is asked about: a user's function, or the config of a transformers model. Both give a training of any batch size."""
+"""What is asked about: a training script, a user's function, or the config of a transformers model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_memopt.bench import user_code
 from lightning_memopt.errors import ConfigError, needing
+from lightning_memopt.fitting import scripts
+from lightning_memopt.fitting.recording import STEPS, Recorded, record, recorded
 
 if TYPE_CHECKING:
     from lightning_memopt.bench.subject import Training
@@ -65,6 +68,8 @@ class Options:
 
 Build = Callable[[int], "Training"]
 """Makes the training for a number of samples a step."""
+BATCH = "{batch}"
+"""What stands for the number of samples among the arguments of a script."""
 
 
 @dataclass(frozen=True)
@@ -72,23 +77,51 @@ class Source:
     """A training to ask about.
 
     name: what it is called in the answer.
-    build: makes it.
-    batch: samples of its step; None: the user's function says, and no other number can be asked about.
+    record: records a step of so many samples.
+    batch: samples of its step; None: the script or the function says, and no other number can be asked about.
     """
 
     name: str
-    build: Build
+    record: Callable[[int], Recorded]
     batch: int | None
 
 
-def source_of(spec: str, options: Options) -> Source:
-    """`package.module:function`, the path of a config.json or of its folder, or the id of a model of transformers.
+def source_of(spec: str | Sequence[str], options: Options, device: tuple[str, int]) -> Source:
+    """A command that runs a training script, `package.module:function`, the path of a config.json or of its folder, or the
+    id of a model of transformers.
 
-    Raises ConfigError if it is none of these.
+    device: name and bytes of the CUDA device that a script finds.
+
+    Raises ConfigError if it is none of these, or if it does not take the options.
     """
-    path = Path(spec)
-    if path.is_dir() or path.is_file() or ":" not in spec:
-        return _of_config(spec, options)
+    words = [spec] if isinstance(spec, str) else list(spec)
+    if len(words) > 1 or words[0].endswith(".py"):
+        return _of_script(words, options, device)
+    path = Path(words[0])
+    if path.is_dir() or path.is_file() or ":" not in words[0]:
+        return _of_config(words[0], options)
+    return _of_function(words[0], options)
+
+
+def of_training(name: str, build: Build, batch: int | None) -> Source:
+    """A training that a function makes for any number of samples."""
+    return Source(name, lambda n: record(partial(build, n), cuda=True), batch)
+
+
+def _of_script(command: list[str], options: Options, device: tuple[str, int]) -> Source:
+    scripts.script_of(command)
+    is_sized = any(BATCH in word for word in command)
+    _refuse(options, ("batch",) if is_sized else (), "The script")
+
+    def recording(batch: int) -> Recorded:
+        words = [word.replace(BATCH, str(batch)) for word in command]
+        return recorded(lambda mode: scripts.observed(words, *device, STEPS, mode), cuda=True)
+
+    return Source(" ".join(command), recording, options.batch if is_sized else None)
+
+
+def _of_function(spec: str, options: Options) -> Source:
+    _refuse(options, (), "The function")
     build = user_code.builder(spec)
 
     def built(_: int) -> Training:
@@ -97,7 +130,15 @@ def source_of(spec: str, options: Options) -> Source:
         _give_memory(training.model)
         return training
 
-    return Source(spec, built, None)
+    return of_training(spec, built, None)
+
+
+def _refuse(options: Options, taken: tuple[str, ...], who: str) -> None:
+    """Raise ConfigError for options that have no effect."""
+    given = [f.name for f in fields(Options) if f.name not in taken and getattr(options, f.name) != f.default]
+    if given:
+        hint = f" Write {BATCH} where it takes the number of samples." if given == ["batch"] and who == "The script" else ""
+        raise ConfigError(f"{who} itself says {', '.join(given)}: leave the option out.{hint}")
 
 
 def _of_config(spec: str, options: Options) -> Source:
@@ -137,7 +178,7 @@ def _of_config(spec: str, options: Options) -> Source:
 
         return Training(model, optimizer, step)
 
-    return Source(spec, build, options.batch)
+    return of_training(spec, build, options.batch)
 
 
 def _task_of(config: Any, spec: str) -> str:

@@ -16,7 +16,16 @@ from typing import Any
 
 import torch
 
-from lightning_memopt.torch_private import OpOverload, TorchDispatchMode, free_weak, no_dispatch_modes, storage_id, tree_map
+from lightning_memopt.native.counting import counter
+from lightning_memopt.torch_private import (
+    OpOverload,
+    TorchDispatchMode,
+    free_weak,
+    no_dispatch_modes,
+    storage_id,
+    storage_of_weak,
+    tree_map,
+)
 
 _SMALL = 1 << 24
 """Maximum number of bytes of an op's inputs and outputs with which it runs for real."""
@@ -45,11 +54,29 @@ class Unfilled(TorchDispatchMode):
         self.assumed: Counter[str] = Counter()
         self.ran: Counter[str] = Counter()
         self._unfilled: dict[int, int] = {}  # address of a storage -> a weak reference, which keeps the address from another
+        self._on_device: dict[int, int] = {}  # the same
 
     def close(self) -> None:
         """Forget which tensors are unfilled."""
-        while self._unfilled:
-            free_weak(self._unfilled.popitem()[1])
+        for weak in (self._unfilled, self._on_device):
+            while weak:
+                free_weak(weak.popitem()[1])
+
+    def moves(self, values: Any) -> None:
+        """Note that these tensors would be on the card, and all that ops make from them."""
+        for t in _tensors(values):
+            if storage_id(t) not in self._on_device:
+                self._on_device[storage_id(t)] = t.untyped_storage()._weak_ref()  # type: ignore[assignment]
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of all tensors of the process that were not moved to the card; 0 if nobody counts them."""
+        counted = counter()
+        if counted is None:
+            return 0
+        with no_dispatch_modes():
+            alive = (storage_of_weak(weak) for weak in self._on_device.values())
+            return counted.live_nbytes - sum(storage.nbytes() for storage in alive if storage is not None)
 
     def is_unfilled(self, t: torch.Tensor) -> bool:
         return storage_id(t) in self._unfilled
@@ -66,13 +93,20 @@ class Unfilled(TorchDispatchMode):
             if func.is_view or func._schema.name in _VIEWS:
                 return func(*args, **kwargs)
             inputs = list(_tensors((args, kwargs)))
-            name, unfilled = func._schema.name, any(map(self.is_unfilled, inputs))
-            if unfilled and name == "aten::_local_scalar_dense":
-                return self._number(func, inputs[0])
-            if unfilled and name in _FILLS and self._is_small_and_filled_by(inputs):
-                self._fills(inputs[0])
-                return func(*args, **kwargs)
-            return self._run(func, args, kwargs, inputs, may_run=not unfilled)
+            made = self._made(func, args, kwargs, inputs)
+            if self._on_device and any(storage_id(t) in self._on_device for t in inputs):
+                self.moves(made)
+            return made
+
+    def _made(self, func: OpOverload, args: tuple[Any, ...], kwargs: Any, inputs: Sequence[torch.Tensor]) -> Any:
+        """What the op returns, unless it is a view."""
+        name, unfilled = func._schema.name, any(map(self.is_unfilled, inputs))
+        if unfilled and name == "aten::_local_scalar_dense":
+            return self._number(func, inputs[0])
+        if unfilled and name in _FILLS and self._is_small_and_filled_by(inputs):
+            self._fills(inputs[0])
+            return func(*args, **kwargs)
+        return self._run(func, args, kwargs, inputs, may_run=not unfilled)
 
     def _is_small_and_filled_by(self, inputs: Sequence[torch.Tensor]) -> bool:
         """Whether the first tensor is small and a whole storage, and the others have bytes."""

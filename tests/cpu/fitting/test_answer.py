@@ -20,7 +20,7 @@ from lightning_memopt.fitting.answer import Fit, OnCard, answered
 from lightning_memopt.fitting.cards import CARDS, CONTEXT_NBYTES, Card, cards_of
 from lightning_memopt.fitting.operators import CudaOperators, update_together
 from lightning_memopt.fitting.recording import record
-from lightning_memopt.fitting.sources import Options, Source
+from lightning_memopt.fitting.sources import Options, of_training
 from lightning_memopt.fitting.unfilled import Unfilled
 from lightning_memopt.plan import simulate
 from lightning_memopt.solvers.rollout import keep_all
@@ -43,7 +43,7 @@ def chain(batch: int) -> Training:
     return Training(model, optimizer, step)
 
 
-CHAIN = Source("chain", chain, 4096)
+CHAIN = of_training("chain", chain, 4096)
 
 
 def card(nbytes: int) -> Card:
@@ -94,7 +94,7 @@ def test_the_peak_is_that_of_the_step_that_runs() -> None:
     assert real is not None
     real = alone(real)
     expected = simulate(real, keep_all(real)).predicted.peak_nbytes
-    assert answered(Source("chain", chain, None), [card(1 << 40)]).cards[0].largest_batch is None
+    assert answered(of_training("chain", chain, None), [card(1 << 40)]).cards[0].largest_batch is None
     found = alone(record(lambda: chain(512), cuda=True).graph)
     workspaces = max(op.workspace_nbytes for op in real.ops)
     assert expected - workspaces <= simulate(found, keep_all(found)).predicted.peak_nbytes <= expected
@@ -177,7 +177,7 @@ def saved_nbytes(function: Any, *tensors: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_with_dropout_saves_no_probabilities(dtype: torch.dtype, masked: bool) -> None:
     length, shape = 512, (2, 4, 512, 64)
-    with Unfilled() as mode, CudaOperators():
+    with Unfilled() as mode, CudaOperators(mode.moves):
         q, k, v = (torch.empty(shape, dtype=dtype, requires_grad=True) for _ in range(3))
         mask = torch.ones(length, length, dtype=torch.bool).tril() if masked else None
 
@@ -194,7 +194,7 @@ def test_attention_with_dropout_saves_no_probabilities(dtype: torch.dtype, maske
 
 
 def test_attention_of_grouped_heads_and_of_odd_ones() -> None:
-    with Unfilled() as mode, CudaOperators():
+    with Unfilled() as mode, CudaOperators(mode.moves):
         q = torch.empty(1, 8, 16, 60, dtype=torch.bfloat16, requires_grad=True)
         k = torch.empty(1, 2, 16, 60, dtype=torch.bfloat16, requires_grad=True)
         out = nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
@@ -204,7 +204,7 @@ def test_attention_of_grouped_heads_and_of_odd_ones() -> None:
 
 
 def test_dropout_saves_a_mask() -> None:
-    with Unfilled() as mode, CudaOperators():
+    with Unfilled() as mode, CudaOperators(mode.moves):
         x = torch.empty(1000, requires_grad=True)
         assert saved_nbytes(lambda t: nn.functional.dropout(t, 0.1), x) == [1000]
         assert saved_nbytes(lambda t: nn.functional.dropout(t, 0.1, training=False), x) == []
@@ -212,7 +212,7 @@ def test_dropout_saves_a_mask() -> None:
 
 
 def test_what_is_moved_to_cuda_stays_here() -> None:
-    with Unfilled() as mode, CudaOperators():
+    with Unfilled() as mode, CudaOperators(mode.moves):
         model = nn.Linear(4, 4, device="cuda").cuda().to("cuda:0")
         x = torch.ones(2, 4).to(torch.device("cuda"), torch.float64).to(device="cuda", dtype=torch.float32).cuda(0)
         assert model(x).device == model.weight.device == x.device == torch.device("cpu") and x.dtype == torch.float32

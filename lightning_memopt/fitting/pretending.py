@@ -1,0 +1,62 @@
+"""A process that has no CUDA device, and in which a training script finds one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+_CAPABILITY = (9, 0)
+"""What the device can do: everything that scripts ask for before they train in bfloat16."""
+
+
+@contextlib.contextmanager
+def cuda_is_here(name: str, nbytes: int) -> Iterator[None]:
+    """Within, `torch.cuda` speaks of one device with this name and so many bytes. Nothing can be computed on it."""
+    with contextlib.ExitStack() as stack:
+        for asked, answer in _answers(name, nbytes).items():
+            if hasattr(torch.cuda, asked):
+                stack.enter_context(mock.patch.object(torch.cuda, asked, answer))
+        yield
+
+
+def _answers(name: str, nbytes: int) -> dict[str, Any]:
+    """Function of `torch.cuda` -> what it is replaced by."""
+    properties = SimpleNamespace(
+        name=name, total_memory=nbytes, major=_CAPABILITY[0], minor=_CAPABILITY[1], multi_processor_count=100, warp_size=32
+    )
+    constants = {
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_name": name,
+        "get_device_capability": _CAPABILITY,
+        "get_device_properties": properties,
+        "is_bf16_supported": True,
+        "mem_get_info": (nbytes, nbytes),
+        "is_current_stream_capturing": False,
+        "memory_summary": "",
+        "memory_stats": {},
+        "get_arch_list": [],
+    }
+    zeros = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "utilization")
+    nothing = (
+        "init set_device synchronize empty_cache ipc_collect reset_peak_memory_stats reset_max_memory_allocated manual_seed "
+        "manual_seed_all seed seed_all set_per_process_memory_fraction set_rng_state set_rng_state_all"
+    )
+    values = constants | dict.fromkeys(zeros, 0) | dict.fromkeys(nothing.split())
+    answers: dict[str, Any] = {asked: _always(value) for asked, value in values.items()}
+    return answers | {"get_rng_state": _no_random_state, "get_rng_state_all": lambda: [_no_random_state()]}
+
+
+def _always(value: Any) -> Any:
+    return lambda *args, **kwargs: value
+
+
+def _no_random_state(device: Any = None) -> torch.Tensor:
+    return torch.zeros(16, dtype=torch.uint8)

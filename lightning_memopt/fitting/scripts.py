@@ -1,0 +1,206 @@
+"""A training script that is asked about: it runs without computing its tensors, up to its fourth update, and is left there.
+
+Its model and optimizers are found while it runs. The first updates show which optimizers there are, and which modules are
+called from outside of any other module while gradients are on. From then on, it is observed like any loop in `optimize`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lightning_memopt.bench import user_code
+from lightning_memopt.errors import ConfigError
+from lightning_memopt.fitting.operators import update_together
+from lightning_memopt.fitting.pretending import cuda_is_here
+from lightning_memopt.fitting.recording import Observed
+
+if TYPE_CHECKING:
+    from lightning_memopt.fitting.unfilled import Unfilled
+    from lightning_memopt.graph import Graph
+    from lightning_memopt.integrations.plain import Run
+
+_LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "mpirun", "srun")
+
+
+class _Recorded(BaseException):
+    """Leaves the script. Scripts catch exceptions, so it is none."""
+
+
+def script_of(command: Sequence[str]) -> tuple[str, list[str], bool]:
+    """(script, its arguments, whether it is the name of a module) of a command: `python train.py ...`, `python -m train ...`.
+
+    Raises ConfigError if the command runs no script by Python.
+    """
+    words = list(command)
+    if words and words[0].rpartition("/")[2] in _LAUNCHERS:
+        raise ConfigError(f"{words[0]} starts other processes, which cannot be recorded. Give `python` and the script itself.")
+    if words and words[0].rpartition("/")[2].startswith("python"):
+        del words[0]
+        while words and words[0].startswith("-") and words[0] not in ("-m", "-c"):
+            del words[0]
+    module = words[:1] == ["-m"]
+    if module:
+        del words[0]
+    if not words or words[0].startswith("-"):
+        raise ConfigError(f"{' '.join(command)!r} names no script. Give `python train.py` and its arguments.")
+    return words[0], words[1:], module
+
+
+def observed(command: Sequence[str], name: str, nbytes: int, steps: int, mode: Unfilled) -> Observed:
+    """The last of so many steps of a script.
+
+    name, nbytes: of the device that it finds.
+    mode: is on.
+
+    Raises ConfigError if the script ends, or raises, before that.
+    """
+    from lightning_memopt.integrations.launch import run
+
+    script, arguments, module = script_of(command)
+    loop = _Loop(steps, mode)
+    remedy = "Run it by itself. If it trains, values that were not computed steer it: give package.module:function"
+    with _as_main(), cuda_is_here(name, nbytes), loop.watched():
+        torch.compiler.set_stance("force_eager")
+        try:
+            with user_code.in_user_code(f"{script}, run without its values,", remedy), contextlib.redirect_stdout(sys.stderr):
+                run(script, arguments, module)
+        except _Recorded:
+            pass
+        except ConfigError as error:
+            if not isinstance(error.__cause__, SystemExit):
+                raise
+        finally:
+            torch.compiler.set_stance("default")
+    if loop.updates < loop.wanted:
+        raise ConfigError(
+            f"{script} ended after {loop.updates} updates; {loop.wanted} are needed. Give it more steps, or epochs."
+        )
+    return Observed(loop.graph, loop.said, loop.host_nbytes)
+
+
+@contextlib.contextmanager
+def _as_main() -> Iterator[None]:
+    """Undoes what running a script changes in the interpreter."""
+    argv, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:], sys.modules["__main__"] = argv, path, main
+
+
+class _Loop:
+    """The training loop of a script: finds its model and its optimizers, then observes it.
+
+    graph: of its last step.
+    said: why there is none.
+    updates: number of calls of `optimizer.step()` so far.
+    host_nbytes: bytes of the process that would not be on the card.
+    """
+
+    def __init__(self, steps: int, mode: Unfilled) -> None:
+        self._steps, self._mode = steps, mode
+        self._saw_begin = True
+        self._optimizers: list[Optimizer] = []
+        self._called: dict[nn.Module, None] = {}  # in the order of their calls
+        self._is_known = False
+        self._depth = 0
+        self._thread = threading.get_ident()
+        self._run: Run | None = None
+        self._updating = False
+        self.graph: Graph | None = None
+        self.said = ""
+        self.updates = 0
+        self.host_nbytes = 0
+
+    @property
+    def wanted(self) -> int:
+        """Number of updates after which the script is left."""
+        return (2 + self._steps) * max(1, len(self._optimizers))
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within, updates and calls of modules are seen."""
+        original = nn.Module.__call__
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return original(module, *args, **kwargs)
+            if self._depth == 0 and torch.is_grad_enabled() and module.training:
+                self._forward(module)
+            self._depth += 1
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        with contextlib.ExitStack() as stack:
+            stack.callback(register_optimizer_step_pre_hook(self._update_begins).remove)
+            stack.callback(register_optimizer_step_post_hook(self._update_ended).remove)
+            stack.enter_context(mock.patch.object(nn.Module, "__call__", call))
+            stack.callback(self.close)
+            yield
+
+    def close(self) -> None:
+        """End the observation. What was recorded is in `graph` and `said`."""
+        if self._run is not None:
+            status = self._run.status()  # it may have planned a step of another size, as the last batch of an epoch is
+            self.graph = status.graph if status.plan is not None else self._run.session.observed_graph
+            self.said = f"{status.reason} {status.remedy}".strip()
+            self.host_nbytes = self._mode.host_nbytes
+            self._run.close()
+            self._run = None
+
+    def _forward(self, module: nn.Module) -> None:
+        """A module is called from outside of all others."""
+        if self._steps == 0:
+            raise _Recorded
+        if self._run is None:
+            self._called[module] = None
+            if self._is_known:
+                self._observe()
+
+    def _update_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._updating = True
+
+    def _update_ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.updates += 1
+        if self._run is None:
+            self._find(optimizer)
+        elif optimizer is self._optimizers[-1]:
+            self._steps -= self._saw_begin
+            self._saw_begin = True
+        self._updating = False
+
+    def _find(self, optimizer: Optimizer) -> None:
+        """All optimizers are known when the last one has stepped for the second time."""
+        if not any(optimizer is known for known in self._optimizers):
+            update_together([optimizer])
+            self._optimizers.append(optimizer)
+        else:
+            self._is_known = self._is_known or optimizer is self._optimizers[-1]
+
+    def _observe(self) -> None:
+        from lightning_memopt.batching.trials import NEVER_PLANNED
+        from lightning_memopt.config import MemOptConfig
+        from lightning_memopt.integrations.plain import open_run
+
+        config = MemOptConfig(budget="min", profile_steps=NEVER_PLANNED, verify=False, verbose=False)
+        self._saw_begin = not self._updating  # not if this forward is in the closure of an update
+        self._run = open_run(self._model(), self._optimizers, config)
+
+    def _model(self) -> nn.Module:
+        """The module that was called, or a list of them. Raises ConfigError if none of them has what is trained."""
+        trained = {id(p) for o in self._optimizers for group in o.param_groups for p in group["params"]}
+        models = [m for m in self._called if any(id(p) in trained for p in m.parameters())]
+        if not models:
+            raise ConfigError("the script called no module that has what its optimizers update, so there is no model to plan.")
+        return models[0] if len(models) == 1 else nn.ModuleList(models)

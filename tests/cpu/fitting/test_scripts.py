@@ -1,0 +1,159 @@
+"""`memopt fit -- python train.py`: training scripts, run up to their fourth update without computing a tensor."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memopt.cli import main
+from lightning_memopt.errors import ConfigError
+from lightning_memopt.fitting.answer import Fit, fit
+from lightning_memopt.fitting.scripts import script_of
+
+IMPORTS = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+"""
+MODEL = """
+batch = int(sys.argv[1]) if len(sys.argv) > 1 else 256
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8))).to(device)
+"""
+LOOP = """
+optimizer = torch.optim.Adam(model.parameters())
+scaler = torch.amp.GradScaler(device)
+for epoch in range(6):
+    for (x,) in DataLoader(TensorDataset(torch.randn(2 * batch, 256)), batch_size=batch, shuffle=True):
+        with torch.autocast(device, torch.float16):
+            loss = model(x.to(device)).float().square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert len(model) == 8 and (epoch, loss.item()) < (4, 0.0), "the script runs on after its updates were recorded"
+"""
+
+
+def asked(folder: Path, text: str, *words: str, card: str = "1GiB", **options: int) -> Fit:
+    script = folder / "train.py"
+    script.write_text(IMPORTS + text)
+    return fit(["python", str(script), *words], [card], **options)
+
+
+def test_a_script_is_asked_about_without_a_change(tmp_path: Path) -> None:
+    answer = asked(tmp_path, MODEL + LOOP, "{batch}", batch=1024, card="600MiB")
+    assert answer.purposes["weights"] == 8 * (256 * 256 + 256) * 4
+    on = answer.cards[0]
+    assert on.largest_batch is not None and on.largest_planned_batch is not None
+    assert 1024 < on.largest_batch < on.largest_planned_batch
+    assert not torch.cuda.is_available() and torch.autocast("cpu").fast_dtype == torch.bfloat16
+
+
+def test_what_a_script_keeps_on_the_host_is_not_on_the_card(tmp_path: Path) -> None:
+    plain = asked(tmp_path, MODEL + LOOP)
+    large = asked(tmp_path, "data = torch.zeros(1 << 24)\n" + MODEL + LOOP)
+    moved = asked(tmp_path, "data = torch.zeros(1 << 24).to('cuda')\n" + MODEL + LOOP)
+    copied = asked(tmp_path, MODEL + "import copy\nteacher = [copy.deepcopy(model) for _ in range(4)]\n" + LOOP)
+    assert large.peak_nbytes == plain.peak_nbytes
+    assert moved.peak_nbytes == plain.peak_nbytes + (1 << 26)
+    assert copied.peak_nbytes == plain.peak_nbytes + 4 * 8 * (256 * 256 + 256) * 4
+
+
+def test_a_script_that_checkpoints_is_asked_about_without(tmp_path: Path) -> None:
+    wrapped = """
+from torch.utils.checkpoint import checkpoint
+class Outer(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant={})
+    def __len__(self):
+        return 8
+model = Outer(model)
+"""
+    plain = asked(tmp_path, MODEL + LOOP)
+    for reentrant in ("False", "True"):
+        answer = asked(tmp_path, MODEL + wrapped.format(reentrant) + LOOP)
+        assert answer.peak_nbytes == plain.peak_nbytes
+        assert "gradient checkpointing is off, since a plan replaces it" in answer.table()
+
+
+def test_two_optimizers_and_two_models(tmp_path: Path) -> None:
+    text = """
+one, two = nn.Linear(64, 64), nn.Linear(64, 64)
+first, second = torch.optim.SGD(one.parameters(), lr=0.1), torch.optim.SGD(two.parameters(), lr=0.1)
+for _ in range(20):
+    first.zero_grad(); second.zero_grad()
+    two(one(torch.randn(32, 64))).sum().backward()
+    first.step(); second.step()
+"""
+    assert asked(tmp_path, text).purposes["weights"] == 2 * (64 * 64 + 64) * 4
+
+
+def test_a_script_finds_its_arguments_and_changes_nothing_here(tmp_path: Path) -> None:
+    text = (
+        "import os\nassert __name__ == '__main__' and sys.argv[1:] == ['--lr', '1'], sys.argv\n"
+        + MODEL.replace("sys.argv", "[]")
+        + LOOP
+    )
+    before = sys.argv, list(sys.path), sys.modules["__main__"], torch.get_rng_state()
+    asked(tmp_path, text, "--lr", "1")
+    assert before[:3] == (sys.argv, sys.path, sys.modules["__main__"]) and torch.equal(before[3], torch.get_rng_state())
+    assert nn.Module.__call__.__name__ == "_wrapped_call_impl"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("raise ValueError('no data')", "raised ValueError: no data"),
+        (MODEL + "sys.exit('no data')", "ended after 0 updates; 4 are needed"),
+        (MODEL, "ended after 0 updates; 4 are needed"),
+        (
+            MODEL + "w = nn.Parameter(torch.zeros(4))\no = torch.optim.SGD([w], lr=0.1)\nfor _ in range(9):\n"
+            "    model(torch.randn(4, 256))\n    w.sum().backward()\n    o.step()\n",
+            "called no module that has what its optimizers update",
+        ),
+    ],
+    ids=["raises", "exits", "ends", "no model"],
+)
+def test_what_goes_wrong_in_a_script_is_said(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        asked(tmp_path, text)
+
+
+def test_commands() -> None:
+    assert script_of(["python3", "-u", "train.py", "-m", "x"]) == ("train.py", ["-m", "x"], False)
+    assert script_of(["/usr/bin/python", "-m", "pkg.train", "--lr", "1"]) == ("pkg.train", ["--lr", "1"], True)
+    assert script_of(["train.py"]) == ("train.py", [], False)
+    for wrong, said in (
+        (["torchrun", "train.py"], "starts other processes"),
+        (["python"], "names no script"),
+        (["python", "-c", "1"], "names no"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            script_of(wrong)
+
+
+def test_options_that_a_script_does_not_take_are_refused() -> None:
+    with pytest.raises(ConfigError, match="itself says dtype: leave"):
+        fit(["python", "train.py"], dtype="fp32")
+    with pytest.raises(ConfigError, match="Write {batch} where"):
+        fit(["python", "train.py"], batch=8)
+    with pytest.raises(ConfigError, match="itself says batch: leave"):
+        fit("json:dumps", batch=8)
+
+
+def test_the_command_line_prints_the_answer_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(IMPORTS + "print('hello')\n" + MODEL + LOOP)
+    assert main(["fit", "--json", "--card", "1GiB", "--", "python", str(script)]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["cards"][0]["verdict"] == "fits" and "hello" in err
