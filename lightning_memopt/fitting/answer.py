@@ -243,6 +243,6 @@ def _assumed(assumed: dict[str, int]) -> list[str]:
     texts = {
         "aten::_local_scalar_dense": "numbers that the step asked of tensors without bytes are 1.0, 0 or False",
         CHECKPOINTED: "gradient checkpointing is off, since a plan replaces it",
-        "aten::topk": "a router chooses all experts equally often",
+        "aten::topk": "topk of scores without bytes takes all equally often, as a balanced router of experts",
     }
     return [texts.get(name, f"{name.removeprefix('ran ')} ran on memory that nobody filled") for name in assumed]

@@ -16,11 +16,21 @@ _CAPABILITY = (9, 0)
 
 @contextlib.contextmanager
 def cuda_is_here(name: str, nbytes: int) -> Iterator[None]:
-    """Within, `torch.cuda` speaks of one device with this name and so many bytes. Nothing can be computed on it."""
+    """Within, `torch.cuda` and `torch.accelerator` speak of one device with this name and so many bytes, and tensors need not be
+    moved to pinned memory. Nothing can be computed on the device.
+    """
+    cuda = _answers(name, nbytes)
+    accelerator = cuda | {
+        "current_accelerator": _always(torch.device("cuda")),
+        "current_device_index": _always(0),
+        "set_device_index": _always(None),
+    }
     with contextlib.ExitStack() as stack:
-        for asked, answer in _answers(name, nbytes).items():
-            if hasattr(torch.cuda, asked):
-                stack.enter_context(mock.patch.object(torch.cuda, asked, answer))
+        for module, answers in ((torch.cuda, cuda), (torch.accelerator, accelerator)):
+            for asked, answer in answers.items():
+                if hasattr(module, asked):
+                    stack.enter_context(mock.patch.object(module, asked, answer))
+        stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda t, *device: t))  # in loaders' threads, too
         yield
 
 
@@ -51,7 +61,28 @@ def _answers(name: str, nbytes: int) -> dict[str, Any]:
     )
     values = constants | dict.fromkeys(zeros, 0) | dict.fromkeys(nothing.split())
     answers: dict[str, Any] = {asked: _always(value) for asked, value in values.items()}
+    answers |= {"current_stream": _always(_Stream()), "default_stream": _always(_Stream()), "stream": contextlib.nullcontext}
+    answers |= {"Stream": _Stream, "Event": _Stream}
     return answers | {"get_rng_state": _no_random_state, "get_rng_state_all": lambda: [_no_random_state()]}
+
+
+class _Stream:
+    """A stream, or an event, that never has anything to do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def elapsed_time(self, other: Any) -> float:
+        return 1.0  # milliseconds; scripts divide by it
+
+    def _does_nothing(self, *args: Any) -> None: ...
+
+    synchronize = wait_stream = wait_event = record = record_event = wait = _does_nothing
 
 
 def _always(value: Any) -> Any:

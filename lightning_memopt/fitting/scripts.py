@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 _LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "mpirun", "srun")
 
 
+_PATIENCE = 1000
+"""Maximum number of forwards from update to update. A script that trains by other means than an optimizer may never end, because
+no loss falls."""
+
+
 class _Recorded(BaseException):
     """Leaves the script. Scripts catch exceptions, so it is none."""
 
@@ -80,6 +85,11 @@ def observed(command: Sequence[str], name: str, nbytes: int, steps: int, mode: U
                 raise
         finally:
             torch.compiler.set_stance("default")
+    if loop.is_stuck:
+        raise ConfigError(
+            f"{script} ran {_PATIENCE} forwards without a call of optimizer.step(), and nothing else ends a step. Give "
+            "package.module:function."
+        )
     if loop.updates < loop.wanted:
         raise ConfigError(
             f"{script} ended after {loop.updates} updates; {loop.wanted} are needed. Give it more steps, or epochs."
@@ -116,10 +126,15 @@ class _Loop:
         self._thread = threading.get_ident()
         self._run: Run | None = None
         self._updating = False
+        self._forwards = 0  # since the last update
         self.graph: Graph | None = None
         self.said = ""
         self.updates = 0
         self.host_nbytes = 0
+
+    @property
+    def is_stuck(self) -> bool:
+        return self._forwards == _PATIENCE
 
     @property
     def wanted(self) -> int:
@@ -161,7 +176,8 @@ class _Loop:
 
     def _forward(self, module: nn.Module) -> None:
         """A module is called from outside of all others."""
-        if self._steps == 0:
+        self._forwards += 1
+        if self._steps == 0 or self._forwards == _PATIENCE:
             raise _Recorded
         if self._run is None:
             self._called[module] = None
@@ -173,6 +189,7 @@ class _Loop:
 
     def _update_ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.updates += 1
+        self._forwards = 0
         if self._run is None:
             self._find(optimizer)
         elif optimizer is self._optimizers[-1]:
