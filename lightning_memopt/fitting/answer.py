@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 from typing import Any
 
 from lightning_memopt.batching.fit import FitError, StepFit
 from lightning_memopt.batching.fit import fit as fit_step
-from lightning_memopt.batching.plans import largest
 from lightning_memopt.errors import ConfigError, InfeasibleError
 from lightning_memopt.fitting.cards import CONTEXT_NBYTES, Card, cards_of
 from lightning_memopt.fitting.recording import CHECKPOINTED, Recorded
@@ -25,8 +25,10 @@ from lightning_memopt.units import format_nbytes
 
 _SEARCH_SECONDS, _LIMIT_SECONDS = 10.0, 60.0
 """Time limits of the search for faster plans, and of all searches. A plan for the smallest card is looked for to the end."""
-_LARGEST_BATCH = 1 << 14
-"""The largest batch that is asked about."""
+_LARGEST = {"batch": 1 << 14, "length": 1 << 22}
+"""The largest sizes that are asked about."""
+Most = tuple[int | None, int | None]
+"""The largest size of a step that fits unmodified, and by a plan; None if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class OnCard:
     slowdown: predicted seconds of that step as a multiple of the unmodified one's.
     largest_batch: the largest number of samples with which the unmodified step fits; None if it is not known.
     largest_planned_batch: the same by a plan.
+    longest: the largest number of tokens of a sample with which the unmodified step fits; None if it is not known.
+    longest_planned: the same by a plan.
     """
 
     card: str
@@ -49,6 +53,8 @@ class OnCard:
     slowdown: float
     largest_batch: int | None
     largest_planned_batch: int | None
+    longest: int | None
+    longest_planned: int | None
 
     @property
     def missing_nbytes(self) -> int:
@@ -66,7 +72,7 @@ class Fit:
     purposes: purpose -> bytes at the unmodified peak.
     cards: the answer for each card.
     assumed: what the recorded step asked of tensors that have no bytes -> how often.
-    unsized: why the largest batch is not known; "" if it is.
+    unsized: size ("batch", "length") -> why the largest one is not known.
     frontier: the plans of the recorded step, with the seconds of the first card.
     """
 
@@ -76,7 +82,7 @@ class Fit:
     purposes: dict[str, int]
     cards: tuple[OnCard, ...]
     assumed: dict[str, int]
-    unsized: str
+    unsized: dict[str, str]
     frontier: Frontier
 
     @property
@@ -107,22 +113,28 @@ class Fit:
             f"At the peak: {parts}. Beside it: CUDA's context and libraries, about {format_nbytes(CONTEXT_NBYTES)}.",
         ]
         table = Table(title="")
-        for name in ("card", "usable", "verdict", "peak", "time", *(() if self.unsized else ("largest batch", "with a plan"))):
+        sized = [(what, at) for size, what, at in _COLUMNS if size not in self.unsized]
+        for name in (
+            "card",
+            "usable",
+            "verdict",
+            "peak",
+            "time",
+            *(part for what, _ in sized for part in (what, "with a plan")),
+        ):
             table.add_column(name, justify="left" if name in ("card", "verdict") else "right")
         for card in self.cards:
-            batches = (_batch(card.largest_batch), _batch(card.largest_planned_batch)) if not self.unsized else ()
             table.add_row(
                 card.card,
                 format_nbytes(card.usable_nbytes),
                 _verdict(card),
                 format_nbytes(card.peak_nbytes),
                 _time(card),
-                *batches,
+                *(_size(n) for _, at in sized for n in at(card)),
             )
         lines.append(render(table, 140))
         lines += [f"Assumed: {line}." for line in _assumed(self.assumed)]
-        if self.unsized:
-            lines.append(f"The largest batch is not known: {self.unsized.rstrip('.')}.")
+        lines += [f"The largest {size} is not known: {why.rstrip('.')}." for size, why in self.unsized.items() if why]
         lines.append(
             "Peaks are allocated bytes of a step that was recorded, not computed. Workspaces of the card's kernels, and "
             "fragmentation of its allocator, come on top. Times are ratios, from peak rates."
@@ -147,7 +159,8 @@ def fit(source: str | Sequence[str], cards: Sequence[str] = (), **options: Any) 
 
 def answered(source: Source, cards: Sequence[Card]) -> Fit:
     """The answer for a source and cards."""
-    recorded = source.record(source.batch or 1)
+    sizes = {"batch": source.batch or 1, "length": source.length or 1}
+    recorded = source.record(*sizes.values())
     graph = recorded.graph
     peak = at_peak(graph, keep_all(graph))
     plain_nbytes = peak.total
@@ -160,43 +173,58 @@ def answered(source: Source, cards: Sequence[Card]) -> Fit:
         budgets=tight,
         keep_nbytes=tight[0] if tight else None,
     )
-    sizes = _at_sizes(source, recorded)
-    batches = [(None, None) for _ in cards] if isinstance(sizes, str) else _batches(sizes, cards)
+    unsized: dict[str, str] = {}
+    most: dict[str, list[Most]] = {}
+    for size, here in (("batch", source.batch), ("length", source.length)):
+        fitted = _at_sizes(here, partial(_graph_at, source, sizes, size), graph)
+        if isinstance(fitted, str):
+            unsized[size] = fitted
+            most[size] = [(None, None)] * len(cards)
+        else:
+            most[size] = _most(fitted, cards, _LARGEST[size])
     return Fit(
         source=source.name,
         peak_nbytes=plain_nbytes,
         smallest_nbytes=frontier.smallest_nbytes,
         purposes=dict(peak.by(1)),
-        cards=tuple(_on(card, graph, frontier, plain_nbytes, n) for card, n in zip(cards, batches, strict=True)),
+        cards=tuple(
+            _on(card, graph, frontier, plain_nbytes, batch, length)
+            for card, batch, length in zip(cards, most["batch"], most["length"], strict=True)
+        ),
         assumed=_counted(recorded),
-        unsized=sizes if isinstance(sizes, str) else "",
+        unsized=unsized,
         frontier=frontier,
     )
 
 
-def _at_sizes(source: Source, recorded: Recorded) -> StepFit | str:
-    """The step at any batch size, from two. If it is another step at another size: how they differ. One sample is often another
-    step than two.
+def _graph_at(source: Source, sizes: dict[str, int], size: str, n: int) -> Graph:
+    """The step with one of its sizes changed to `n`."""
+    return source.record(*(sizes | {size: n}).values()).graph
+
+
+def _at_sizes(here: int | None, graph_at: Callable[[int], Graph], graph: Graph) -> StepFit | str:
+    """The step at any size, from two; `here` is the one of `graph`. If it is another step at another size: how they differ. One
+    sample is often another step than two.
     """
-    if source.batch is None:
-        return "the source alone knows its batch"
+    if here is None:
+        return "the source alone says it"
     different = ""
-    graphs = {source.batch: recorded.graph}
-    for small, large in ((source.batch, 2 * source.batch), (2 * source.batch, 3 * source.batch)):
+    graphs = {here: graph}
+    for small, large in ((here, 2 * here), (2 * here, 3 * here)):
         try:
             for size in (small, large):
                 if size not in graphs:
-                    graphs[size] = source.record(size).graph
+                    graphs[size] = graph_at(size)
             return fit_step(graphs[small], graphs[large], (small, large))
         except (ConfigError, FitError) as error:
             different = str(error)
     return different
 
 
-def _on(card: Card, graph: Graph, frontier: Frontier, plain_nbytes: int, batches: tuple[int | None, int | None]) -> OnCard:
+def _on(card: Card, graph: Graph, frontier: Frontier, plain_nbytes: int, batch: Most, length: Most) -> OnCard:
     usable = card.usable_nbytes
     if plain_nbytes <= usable:
-        return OnCard(card.name, usable, "fits", plain_nbytes, 1.0, *batches)
+        return OnCard(card.name, usable, "fits", plain_nbytes, 1.0, *batch, *length)
     try:
         plan, verdict = frontier.plan(usable), "plan"
         peak_nbytes = plan.predicted.needed_nbytes
@@ -205,20 +233,42 @@ def _on(card: Card, graph: Graph, frontier: Frontier, plain_nbytes: int, batches
         peak_nbytes = plan.budget_nbytes
     timed = card.timed(graph)
     slowdown = 1 + simulate(timed, plan.lives).predicted.seconds / timed.step_seconds
-    return OnCard(card.name, usable, verdict, peak_nbytes, slowdown, *batches)
+    return OnCard(card.name, usable, verdict, peak_nbytes, slowdown, *batch, *length)
 
 
-def _batches(sizes: StepFit, cards: Sequence[Card]) -> list[tuple[int, int]]:
-    """For each card, the largest batches that fit: unmodified, and by a plan; 0 if no batch does. The plan is the smallest one
-    of the largest batch, where activations matter most.
+def _most(sizes: StepFit, cards: Sequence[Card], cap: int) -> list[Most]:
+    """For each card, the largest sizes that fit, at most `cap`; 0 if none does. The plan is the smallest one of the largest
+    unmodified step, where activations matter most.
     """
 
-    def most(lives: tuple[Life, ...], usable_nbytes: int) -> int:
-        return largest(lambda n: simulate(sizes.at(n), lives).predicted.peak_nbytes <= usable_nbytes, 1, _LARGEST_BATCH)
+    def most(lives: tuple[Life, ...]) -> list[int]:
+        peak = cache(lambda n: simulate(sizes.at(n), lives).predicted.peak_nbytes)
+        return [_largest(peak, card.usable_nbytes, cap) for card in cards]
 
-    plain = [most(keep_all(sizes.large), card.usable_nbytes) for card in cards]
-    smallest = planner.smallest(sizes.at(max(1, *plain))).lives
-    return [(n, max(n, most(smallest, card.usable_nbytes))) for n, card in zip(plain, cards, strict=True)]
+    plain = most(keep_all(sizes.large))
+    planned = most(planner.smallest(sizes.at(max(1, *plain))).lives)
+    return [(n, max(n, by_plan)) for n, by_plan in zip(plain, planned, strict=True)]
+
+
+def _largest(peak: Callable[[int], int], usable_nbytes: int, cap: int) -> int:
+    """The largest size, at most `cap`, whose peak is usable; 0 if none is. Peaks grow, nearly on a line: two tries on it, then
+    one in the middle.
+    """
+    low, high = 1, cap
+    if peak(low) > usable_nbytes:
+        return 0
+    if peak(high) <= usable_nbytes:
+        return high
+    tries = 0
+    while high - low > 1:
+        tries += 1
+        on_line = low + (high - low) * (usable_nbytes - peak(low)) // (peak(high) - peak(low))
+        size = (low + high) // 2 if tries % 3 == 0 else min(max(on_line, low + 1), high - 1)
+        if peak(size) <= usable_nbytes:
+            low = size
+        else:
+            high = size
+    return low
 
 
 def _counted(recorded: Recorded) -> dict[str, int]:
@@ -235,8 +285,15 @@ def _time(card: OnCard) -> str:
     return "x1" if card.verdict == "fits" else f"x{card.slowdown:.2f}"
 
 
-def _batch(size: int | None) -> str:
-    return f"{size}+" if size == _LARGEST_BATCH else str(size)
+def _size(size: int | None) -> str:
+    return f"{size}+" if size in _LARGEST.values() else str(size)
+
+
+_COLUMNS: tuple[tuple[str, str, Callable[[OnCard], Most]], ...] = (
+    ("batch", "largest batch", lambda card: (card.largest_batch, card.largest_planned_batch)),
+    ("length", "longest sample", lambda card: (card.longest, card.longest_planned)),
+)
+"""Size -> its column, and what is in it and in the next one, of plans."""
 
 
 def _assumed(assumed: dict[str, int]) -> list[str]:

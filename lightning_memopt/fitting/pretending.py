@@ -16,8 +16,8 @@ _CAPABILITY = (9, 0)
 
 @contextlib.contextmanager
 def cuda_is_here(name: str, nbytes: int) -> Iterator[None]:
-    """Within, `torch.cuda` and `torch.accelerator` speak of one device with this name and so many bytes, and tensors need not be
-    moved to pinned memory. Nothing can be computed on the device.
+    """Within, `torch.cuda` and `torch.accelerator` speak of one device with this name and so many bytes, and pinned memory is
+    ordinary memory. Nothing can be computed on the device.
     """
     cuda = _answers(name, nbytes)
     accelerator = cuda | {

@@ -32,8 +32,8 @@ _LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "mpirun", "srun")
 
 
 _PATIENCE = 1000
-"""Maximum number of forwards from update to update. A script that trains by other means than an optimizer may never end, because
-no loss falls."""
+"""Maximum number of forwards from update to update. A script that trains by other means than an optimizer may never end,
+because no loss falls."""
 
 
 class _Recorded(BaseException):

@@ -66,10 +66,8 @@ class Options:
                 raise ConfigError(f"{name} is {number}; give 1 or more")
 
 
-Build = Callable[[int], "Training"]
-"""Makes the training for a number of samples a step."""
-BATCH = "{batch}"
-"""What stands for the number of samples among the arguments of a script."""
+SIZES = ("batch", "length")
+"""The sizes of a step: samples, and tokens of a sample."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +75,15 @@ class Source:
     """A training to ask about.
 
     name: what it is called in the answer.
-    record: records a step of so many samples.
-    batch: samples of its step; None: the script or the function says, and no other number can be asked about.
+    record: records a step of so many samples, of so many tokens.
+    batch: samples of its step; None: the source says, and no other number can be asked about.
+    length: tokens of a sample; None: the same.
     """
 
     name: str
-    record: Callable[[int], Recorded]
-    batch: int | None
+    record: Callable[[int, int], Recorded]
+    batch: int | None = None
+    length: int | None = None
 
 
 def source_of(spec: str | Sequence[str], options: Options, device: tuple[str, int]) -> Source:
@@ -103,21 +103,21 @@ def source_of(spec: str | Sequence[str], options: Options, device: tuple[str, in
     return _of_function(words[0], options)
 
 
-def of_training(name: str, build: Build, batch: int | None) -> Source:
+def of_training(name: str, build: Callable[[int], Training], batch: int | None) -> Source:
     """A training that a function makes for any number of samples."""
-    return Source(name, lambda n: record(partial(build, n), cuda=True), batch)
+    return Source(name, lambda n, _: record(partial(build, n), cuda=True), batch)
 
 
 def _of_script(command: list[str], options: Options, device: tuple[str, int]) -> Source:
     scripts.script_of(command)
-    is_sized = any(BATCH in word for word in command)
-    _refuse(options, ("batch",) if is_sized else (), "The script")
+    taken = tuple(size for size in SIZES if any(f"{{{size}}}" in word for word in command))
+    _refuse(options, taken, "The script")
 
-    def recording(batch: int) -> Recorded:
-        words = [word.replace(BATCH, str(batch)) for word in command]
+    def recording(batch: int, length: int) -> Recorded:
+        words = [word.replace("{batch}", str(batch)).replace("{length}", str(length)) for word in command]
         return recorded(lambda mode: scripts.observed(words, *device, STEPS, mode), cuda=True)
 
-    return Source(" ".join(command), recording, options.batch if is_sized else None)
+    return Source(" ".join(command), recording, **{size: getattr(options, size) for size in taken})
 
 
 def _of_function(spec: str, options: Options) -> Source:
@@ -137,7 +137,8 @@ def _refuse(options: Options, taken: tuple[str, ...], who: str) -> None:
     """Raise ConfigError for options that have no effect."""
     given = [f.name for f in fields(Options) if f.name not in taken and getattr(options, f.name) != f.default]
     if given:
-        hint = f" Write {BATCH} where it takes the number of samples." if given == ["batch"] and who == "The script" else ""
+        sizes = " and ".join(f"{{{name}}}" for name in given if name in SIZES and who == "The script")
+        hint = f" Or write {sizes} where it takes that number." if sizes else ""
         raise ConfigError(f"{who} itself says {', '.join(given)}: leave the option out.{hint}")
 
 
@@ -156,7 +157,7 @@ def _of_config(spec: str, options: Options) -> Source:
     if hasattr(config, "use_cache"):
         config.use_cache = False
 
-    def build(batch: int) -> Training:
+    def build(batch: int, length: int) -> Training:
         import torch
 
         from lightning_memopt.bench.subject import Training
@@ -166,7 +167,7 @@ def _of_config(spec: str, options: Options) -> Source:
             model = _adapted(made.train(), options)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = getattr(torch.optim, OPTIMIZERS[options.optimizer])(trained, lr=1e-4)
-        inputs = _inputs(config, task, batch, options)
+        inputs = _inputs(config, task, batch, length, options)
         mixed = options.dtype.startswith("mixed")
 
         def step() -> None:
@@ -178,7 +179,10 @@ def _of_config(spec: str, options: Options) -> Source:
 
         return Training(model, optimizer, step)
 
-    return of_training(spec, build, options.batch)
+    has_tokens = task != "image-classification"
+    return Source(
+        spec, lambda *sizes: record(partial(build, *sizes), cuda=True), options.batch, options.length if has_tokens else None
+    )
 
 
 def _task_of(config: Any, spec: str) -> str:
@@ -207,7 +211,7 @@ def _adapted(model: Any, options: Options) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(r=options.lora, target_modules="all-linear"))
 
 
-def _inputs(config: Any, task: str, batch: int, options: Options) -> dict[str, Any]:
+def _inputs(config: Any, task: str, batch: int, length: int, options: Options) -> dict[str, Any]:
     """A batch of random samples."""
     import torch
 
@@ -216,7 +220,7 @@ def _inputs(config: Any, task: str, batch: int, options: Options) -> dict[str, A
         sides = (side, side) if isinstance(side, int) else tuple(side)
         images = torch.empty(batch, getattr(config, "num_channels", 3), *sides, dtype=getattr(torch, DTYPES[options.dtype]))
         return {"pixel_values": images, "labels": torch.zeros(batch, dtype=torch.long)}
-    words = torch.randint(0, config.vocab_size, (batch, options.length))
+    words = torch.randint(0, config.vocab_size, (batch, length))
     if task == "sequence-classification":
         return {"input_ids": words, "labels": torch.zeros(batch, dtype=torch.long)}
     return {"input_ids": words, "labels": words}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ from lightning_memopt import optimize
 from lightning_memopt.bench.subject import Training
 from lightning_memopt.cli import main
 from lightning_memopt.errors import ConfigError
-from lightning_memopt.fitting.answer import Fit, OnCard, answered
+from lightning_memopt.fitting.answer import Fit, OnCard, _largest, answered
 from lightning_memopt.fitting.cards import CARDS, CONTEXT_NBYTES, Card, cards_of
 from lightning_memopt.fitting.operators import CudaOperators, update_together
 from lightning_memopt.fitting.recording import record
-from lightning_memopt.fitting.sources import Options, of_training
+from lightning_memopt.fitting.sources import Options, of_training, source_of
 from lightning_memopt.fitting.unfilled import Unfilled
 from lightning_memopt.plan import simulate
 from lightning_memopt.solvers.rollout import keep_all
@@ -100,6 +101,13 @@ def test_the_peak_is_that_of_the_step_that_runs() -> None:
     assert expected - workspaces <= simulate(found, keep_all(found)).predicted.peak_nbytes <= expected
 
 
+@pytest.mark.parametrize("curve", [lambda n: 100 + 7 * n, lambda n: 5 + n * n, lambda n: 100 + 7 * (n // 5), lambda n: n**3])
+def test_the_largest_size_is_found(curve: Callable[[int], int]) -> None:
+    for usable in (0, 1, 99, 107, 1000, 12345, 1 << 40):
+        expected = max((n for n in range(1, 501) if curve(n) <= usable), default=0)
+        assert _largest(curve, usable, 500) == expected
+
+
 def test_the_table_and_json(asked: Fit) -> None:
     text = asked.table()
     assert "fits as it is" in text and "fits by a plan" in text and "no: 1 B missing" in text
@@ -126,6 +134,19 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["fit", str(folder / "config.json"), "--length", "32", "--card", "24GiB"]) == 0, "the file, too"
     assert main([*words, "--dtype", "fp64"]) == 2
     assert "dtype is 'fp64'; give one of fp32" in capsys.readouterr().err
+
+
+def test_the_longest_sample_fits_and_one_token_more_does_not(tmp_path: Path) -> None:
+    """Asked of steps that are recorded at those lengths, under an attention that takes quadratic memory, too."""
+    folder = config(tmp_path, attn_implementation="eager")
+    (on,) = answered(source_of(str(folder), Options(batch=2, length=48), ("card", 0)), [card(40 << 20)]).cards
+
+    def peak(length: int) -> int:
+        graph = source_of(str(folder), Options(batch=2), ("card", 0)).record(2, length).graph
+        return simulate(graph, keep_all(graph)).predicted.peak_nbytes
+
+    assert on.longest is not None and on.longest_planned is not None and on.longest < on.longest_planned
+    assert peak(on.longest) <= on.usable_nbytes < peak(on.longest + 1)
 
 
 def test_names_of_cards(tmp_path: Path) -> None:
@@ -231,7 +252,7 @@ def test_optimizers_update_together_unless_they_were_told() -> None:
 
 
 def test_the_verdict_has_its_missing_bytes() -> None:
-    assert OnCard("a", 10, "no", 12, 1.5, None, None).missing_nbytes == 2
+    assert OnCard("a", 10, "no", 12, 1.5, None, None, None, None).missing_nbytes == 2
 
 
 MODULE = """

@@ -145,10 +145,10 @@ def test_commands() -> None:
 def test_options_that_a_script_does_not_take_are_refused() -> None:
     with pytest.raises(ConfigError, match="itself says dtype: leave"):
         fit(["python", "train.py"], dtype="fp32")
-    with pytest.raises(ConfigError, match="Write {batch} where"):
+    with pytest.raises(ConfigError, match="Or write {batch} where"):
         fit(["python", "train.py"], batch=8)
-    with pytest.raises(ConfigError, match="itself says batch: leave"):
-        fit("json:dumps", batch=8)
+    with pytest.raises(ConfigError, match="itself says batch, length: leave"):
+        fit("json:dumps", batch=8, length=3)
 
 
 def test_the_command_line_prints_the_answer_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
