@@ -1,7 +1,7 @@
 """Two real processes with gloo between them train a model that is compiled by Inductor, in DistributedDataParallel.
 
-`python -m tests.cpu.lib.compiled_ranks FOLDER CASE,CASE,... ...`: each group of cases has two processes, which run them in turn.
-Rank r of a group writes the outcomes, by case, into FOLDER/CASE,CASE,....r.json.
+`python -m tests.cpu.lib.compiled_ranks FOLDER CASE,CASE,... ...`: each group of cases has two processes, which run them in
+turn. Rank r of a group writes the outcomes, by case, into FOLDER/CASE,CASE,....r.json.
 """
 
 from __future__ import annotations

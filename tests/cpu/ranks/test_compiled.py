@@ -90,7 +90,9 @@ def test_lives_are_sent_because_solvers_may_have_other_options(ran: list[Outcome
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_n6_a_rank_that_fails_while_regions_are_chosen_ends_all_by_name(outcomes: dict[str, list[Outcome]], failing: int) -> None:
+def test_n6_a_rank_that_fails_while_regions_are_chosen_ends_all_by_name(
+    outcomes: dict[str, list[Outcome]], failing: int
+) -> None:
     ranks = outcomes[FAILING[failing]]
     assert ranks[failing]["error"] == "ValueError: the solver is broken"
     assert ranks[1 - failing]["error"].startswith(f"RankFailedError: Rank {failing} failed, so all ranks end: ValueError")
