@@ -154,12 +154,12 @@ def own(name: str) -> dict[str, float]:
     return {"own": statistics.median(mine), "step": statistics.median(steps)}
 
 
-def turns(name: str, attached: bool) -> None:
-    """Steps of one kind, a turn for each line of the standard input."""
+def turns(name: str, attached: bool, steps: int) -> None:
+    """Turns of `steps` steps of one kind, one for each line of the standard input."""
     training = OfRegistry(name)
 
     def turn() -> None:
-        for _ in range(MODELS[name]):
+        for _ in range(steps):
             eager_step(training)
 
     within = optimize(training.model, training.optimizer, budget="100%", verbose=False)
@@ -215,13 +215,13 @@ def starts(name: str, count: int, profiled: bool) -> dict[str, Any]:
     return {"budget_nbytes": budget, "starts": rows, "median": middle}
 
 
-def at_rest(name: str, rounds: int, sets: int) -> dict[str, Any]:
-    """Ratios to the plain step of the same round, over all rounds of `sets` sets of processes."""
+def at_rest(name: str, rounds: int, sets: int, steps: int) -> dict[str, Any]:
+    """Ratios to the plain step of the same round, over all rounds of `sets` sets of processes. `steps`: of a turn."""
     ratios: dict[str, list[Seconds]] = {kind: [] for kind in KINDS[1:]}
     plain: list[Seconds] = []
     for _ in range(sets):
         with contextlib.ExitStack() as stack:
-            workers = {kind: stack.enter_context(_worker("turns", name, kind)) for kind in KINDS}
+            workers = {kind: stack.enter_context(_worker("turns", name, kind, str(steps))) for kind in KINDS}
             for i in range(rounds):
                 order = [*KINDS[i % 3 :], *KINDS[: i % 3]]
                 took = {kind: workers[kind]() for kind in order}
@@ -232,8 +232,8 @@ def at_rest(name: str, rounds: int, sets: int) -> dict[str, Any]:
         "rounds": rounds,
         "own": _answer("own", name),
         "sets": sets,
-        "steps": MODELS[name],
-        "plain_ms": [1e3 * t / MODELS[name] for t in median(plain)],
+        "steps": steps,
+        "plain_ms": [1e3 * t / steps for t in median(plain)],
         "ratios": {kind: median(values) for kind, values in ratios.items()},
         "ratios_of_sets": {kind: [median(v[i : i + rounds]) for i in range(0, len(v), rounds)] for kind, v in ratios.items()},
     }
@@ -269,7 +269,7 @@ def _work(words: list[str], profiled: bool) -> None:
     torch.use_deterministic_algorithms(True)
     what, name, *more = words
     if what == "turns":
-        turns(name, more == ["attached"])
+        turns(name, more[0] == "attached", int(more[1]))
     elif what == "own":
         print(json.dumps(own(name)))
     else:
@@ -301,7 +301,7 @@ def main() -> int:
         if args.only != "rest":
             keep("start", "gpt2", starts("gpt2", args.starts, args.profile))
         for name in () if args.only == "start" else args.models:
-            keep("at rest", name, at_rest(name, args.rounds, args.sets))
+            keep("at rest", name, at_rest(name, args.rounds, args.sets, MODELS[name]))
     print(table(results))
     return 0
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import math
 import os
@@ -138,6 +139,8 @@ def measured(count: int) -> dict[str, Any]:
     with planned() as (steps, run):
         native = engine.loaded()
         before = native.counts() if native is not None else (0, 0)
+        gc.collect()
+        gc.freeze()  # what modules made is not walked for each sample, and not counted
         for i in range(count):
             steps.numbered(i)
             if i % EVERY == EVERY // 2:  # never right after a departure

@@ -8,6 +8,7 @@ often a plan is solved, what is said.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import os
@@ -240,6 +241,7 @@ def forked(script: Script, budget: Budget) -> dict[str, Any]:
         answer, output = Path(folder, "answer"), Path(folder, "output")
         sys.stdout.flush()
         sys.stderr.flush()
+        gc.freeze()  # each session collects garbage: not of all that was imported
         child = os.fork()
         if child == 0:
             code = 1

@@ -25,6 +25,7 @@ from lightning_memopt.session import times
 from tests.cpu.lib.device_thread import backward_in_its_own_thread
 from tests.cpu.lib.loops import without_counter
 from tests.cpu.lib.said import Said, listening
+from tests.cpu.lib.scripts import Interpreter
 from tests.cpu.lib.times import OfMachine, given
 
 os.environ["MEMOPT_CACHE"] = "0"  # no test begins with the plans of another one
@@ -53,6 +54,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items if config.getoption("device_thread") else ():
         if (marker := item.get_closest_marker("calling_thread")) is not None:
             item.add_marker(pytest.mark.skip(reason=f"backward has a thread of its own: {marker.args[0]}"))
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Interpreter]:
+    """Runs scripts as users start them, with imports that are made once."""
+    interpreter = Interpreter()
+    yield interpreter
+    interpreter.close()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -29,6 +29,8 @@ from lightning_memopt.session.judge.states import Running
 
 WARM = 400
 """Number of steps in which every shape and fault has occurred, so that the states of all signatures exist."""
+QUICK: dict[str, Any] = {"profile_steps": 2, "solver_seconds": 0.2, "verbose": False}
+"""A soak asks whether steps under plans are exact, not how good the plans are."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ class Soak:
         if self.options is None:
             yield None
             return
-        with optimize(loop.model, loop.optimizer, profile_steps=2, verbose=False, **self.options) as run:
+        with optimize(loop.model, loop.optimizer, **QUICK, **self.options) as run:
             loop.run, loop.heard = run, partial(self.techniques.forward_ended, run)
             try:
                 yield run

@@ -25,12 +25,12 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Residual(nn.Module):
-    """Six layers with dropout; the mean square of the last one's result."""
+    """Four layers with dropout; the mean square of the last one's result."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ pytest.importorskip("lightning.fabric")
 pytest.importorskip("click")
 
 from tests.cpu.lib.launched import free_port
+from tests.cpu.lib.scripts import Interpreter
 
 SCRIPT = """
 import sys, torch
@@ -33,25 +32,22 @@ print("END", type(strategy).__name__, fabric.world_size, planned, sys.argv[1:], 
 """
 
 
-def ends(tmp_path: Path, *command: str) -> list[str]:
+def ends(interpreter: Interpreter, tmp_path: Path, *command: str) -> list[str]:
     """The last words of the script, run by `python COMMAND`."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment
-    )
+    done = interpreter.run(*command, cwd=tmp_path, needs=("torch._dynamo", "lightning.fabric"))
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("END ")]
     return line.split()[1:]
 
 
 @pytest.mark.long
-def test_an_unchanged_script(tmp_path: Path) -> None:
+def test_an_unchanged_script(tmp_path: Path, interpreter: Interpreter) -> None:
     """The script trains within the plan of the flags, with its own arguments, and ends with the plain loss."""
     Path(tmp_path, "train.py").write_text(SCRIPT)
-    plain = ends(tmp_path, "train.py", "--epochs")
+    plain = ends(interpreter, tmp_path, "train.py", "--epochs")
     flags = ["--accelerator", "cpu", "--strategy", "memopt", "--main-port", str(free_port())]
     options = ["--memopt_budget", "min", "--memopt_profile_steps", "2", "--memopt_verbose", "false"]
-    ours = ends(tmp_path, "-m", "lightning_memopt.fabric", "run", *options, *flags, "train.py", "--epochs")
+    ours = ends(interpreter, tmp_path, "-m", "lightning_memopt.fabric", "run", *options, *flags, "train.py", "--epochs")
     assert plain[:3] == ["SingleDeviceStrategy", "1", "False"]
     assert ours[:3] == ["MemOptFabricStrategy", "1", "True"]
     assert ours[3:] == plain[3:]

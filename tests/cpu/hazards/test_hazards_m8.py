@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from lightning_memopt import optimize
 from lightning_memopt.errors import AlreadyAttachedError
 from tests.cpu.lib.fits import Task, assert_planned, fit, loader, memopt
 from tests.cpu.lib.loops import assert_same, batches, installed, leaves_nothing, loss_of, sgd, small, state, step, train
+from tests.cpu.lib.scripts import Interpreter
 
 QUIET: dict[str, Any] = dict(budget="min", profile_steps=1, verbose=False)
 
@@ -148,11 +147,12 @@ def test_m8_notebook_cell_run_again() -> None:
     assert_same(state(plain), state(model))
 
 
-def test_m10_p20_checkpoint_in_a_plain_trainer_without_the_package(tmp_path: Path) -> None:
+def test_m10_p20_checkpoint_in_a_plain_trainer_without_the_package(tmp_path: Path, interpreter: Interpreter) -> None:
     """A checkpoint of a Trainer with the strategy resumes in a plain Trainer of a process where the package is not."""
     with torch.random.fork_rng():
         fit(memopt(), max_epochs=1).save_checkpoint(tmp_path / "one.ckpt")
-    code = f"""
+    script = tmp_path / "train.py"
+    script.write_text(f"""
 import sys
 sys.modules["lightning_memopt"] = None
 import lightning.pytorch as pl, torch
@@ -178,8 +178,8 @@ trainer = pl.Trainer(accelerator="cpu", devices=1, max_epochs=2, logger=False, e
                      enable_progress_bar=False, enable_model_summary=False)
 trainer.fit(Net(), torch.utils.data.DataLoader(torch.zeros(200, 8, dtype=torch.long), 32), ckpt_path=path, weights_only=True)
 assert trainer.global_step == 14, trainer.global_step
-"""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
+""")
+    done = interpreter.run(str(script), cwd=tmp_path, needs=("torch._dynamo", "lightning.pytorch"))
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -1,8 +1,8 @@
 """Loops that take memory between an update and the next forward, in a process that counts from outside (loops_count.py).
 
-`python -m tests.cpu.lib.between_steps CASE` prints JSON: the budget; the largest peak by that count, from update to update,
-while a plan was in force; that of the forward, backward and update alone; what the run measured and how often it planned again;
-and the warnings.
+`python -m tests.cpu.lib.between_steps FOLDER` runs each case in a process of its own, forked after all imports, and writes
+FOLDER/CASE.json: the budget; the largest peak by that count, from update to update, while a plan was in force; that of the
+forward, backward and update alone; what the run measured and how often it planned again; and the warnings.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ import json
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # optimizers would import it in each process
 from torch import Tensor, nn
 
 from benchmarks.robustness.loops_count import live_nbytes, true_peak
 from lightning_memopt import optimize
+from tests.cpu.lib.forked import failed, forked
 
 torch.set_num_threads(1)
 WIDTH, STEPS, ROOM = 64, 12, 700_000
@@ -64,7 +67,7 @@ CASES: dict[str, Callable[[nn.Module, Tensor, dict[str, Any]], None]] = {
 }
 
 
-def main(name: str) -> None:
+def main(name: str, folder: Path) -> None:
     torch.manual_seed(0)
     kept: dict[str, Any] = {}
     model = net()
@@ -92,8 +95,8 @@ def main(name: str) -> None:
         status = run.status()
     lines = [str(w.message) for w in said if "MemOpt" in str(w.message)]
     found = {"budget": budget, "largest": largest, "step": in_step, "measured": status.measured_peak_nbytes}
-    json.dump(found | {"replans": status.replans, "said": lines}, sys.stdout)
+    (folder / f"{name}.json").write_text(json.dumps(found | {"replans": status.replans, "said": lines}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.exit(failed([code for name in CASES for code in forked(main, [(name, Path(sys.argv[1]))])]))

@@ -1,6 +1,7 @@
 """Two real processes with gloo between them train a model that is compiled by Inductor, in DistributedDataParallel.
 
-`python -m tests.cpu.lib.compiled_ranks FOLDER CASE ...`: rank r writes the outcomes, by case, into FOLDER/r.json.
+`python -m tests.cpu.lib.compiled_ranks FOLDER CASE,CASE,... ...`: each group of cases has two processes, which run them in
+turn. Rank r of a group writes the outcomes, by case, into FOLDER/CASE,CASE,....r.json.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ Hook = Callable[[int], None]
 
 
 class Net(nn.Module):
-    """The weights of six layers need two buckets of 1 MiB."""
+    """The weights of four layers need two buckets of 1 MiB."""
 
-    def __init__(self, layers: int = 6) -> None:
+    def __init__(self, layers: int = 4) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64)) for _ in range(layers))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 64)) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [rows, 64]. Returns a number."""
@@ -60,7 +61,7 @@ def train(
     rows: int = 1024,
     hook: Hook = lambda i: None,
     keeps_all: bool = False,
-    layers: int = 6,
+    layers: int = 4,
     **compiler: Any,
 ) -> dict[str, Any]:
     """A loop of this rank, and what it ended with.
@@ -213,21 +214,22 @@ CASES: dict[str, Callable[[], Any]] = {
 }
 
 
-def member(names: list[str], rank: int, folder: Path) -> None:
+def member(group: str, rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     board.BEAT_SECONDS, ranks.SILENT_SECONDS, ranks.LAST_WORDS_SECONDS = 0.2, PATIENT_SECONDS, PATIENT_SECONDS
-    store = distributed.FileStore(str(folder / "store"), WORLD)
+    store = distributed.FileStore(str(folder / f"{group}.store"), WORLD)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     count_all(lambda _: None)
     began = time.monotonic()
     try:
-        outcome = {name: CASES[name]() for name in names}
+        outcome = {name: CASES[name]() for name in group.split(",")}
     except Exception as error:
         outcome = {"error": f"{type(error).__name__}: {error}"}
-    (folder / f"{rank}.json").write_text(json.dumps(outcome | {"seconds": time.monotonic() - began}))
+    (folder / f"{group}.{rank}.json").write_text(json.dumps(outcome | {"seconds": time.monotonic() - began}))
     os._exit(0)  # a group in which a rank has failed cannot be ended in order
 
 
 if __name__ == "__main__":
-    sys.exit(failed(forked(member, [(sys.argv[2:], rank, Path(sys.argv[1])) for rank in range(WORLD)], seconds=480)))
+    members = [(group, rank, Path(sys.argv[1])) for group in sys.argv[2:] for rank in range(WORLD)]
+    sys.exit(failed(forked(member, members, seconds=480)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -164,6 +165,7 @@ def in_turn(folder: Path) -> tuple[str, str] | None:
 
     They are not processes of `multiprocessing`, as in forked.py: those end without the end of the interpreter, which is tested.
     """
+    gc.freeze()  # each session collects garbage: not of all that was imported
     for how, suffix in (("plain", ""), ("planned", ""), ("planned", "+open")):
         for name in CASES:
             stem = folder / f"{how}.{name}{suffix}"

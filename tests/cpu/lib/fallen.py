@@ -7,7 +7,6 @@ then, into FOLDER/FRONT.FAULT.r.json. A rank that is killed writes nothing. Temp
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import json
 import os
@@ -163,7 +162,6 @@ def member(case: str, rank: int, folder: Path, port: int) -> None:
 
 def main(folder: Path, cases: list[str]) -> int:
     """Returns how many processes hung, and were killed."""
-    gc.freeze()  # each session collects garbage: not of all that was imported
     hung = 0
     while cases:
         now, cases = cases[:TOGETHER], cases[TOGETHER:]

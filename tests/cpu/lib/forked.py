@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable
@@ -12,6 +13,7 @@ def forked(target: Callable[..., None], arguments: Iterable[tuple[Any, ...]], se
     """Run `target(*args)` for each of `arguments`, all at the same time, in processes of their own. Returns their exit codes;
     None for a process that hung: it was killed after `seconds`.
     """
+    gc.freeze()  # each session collects garbage: not of all that was imported
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=target, args=args) for args in arguments]
     for process in processes:

@@ -1,24 +1,28 @@
 """Loops that do more in some steps than in others, in a process that counts torch's allocations from outside (loops_count.py).
 
-`python -m tests.cpu.lib.now_and_then CASE` prints JSON: for each step with a plan whether it is one that does more, its peak by
-that count above what was there before the model, and the peak that the plan in force predicted; then if the parameters have
-the bits of a plain run.
+`python -m tests.cpu.lib.now_and_then FOLDER` runs each case in a process of its own, forked after all imports, and writes
+FOLDER/CASE.json: for each step with a plan whether it is one that does more, its peak by that count above what was there before
+the model, and the peak that the plan in force predicted; if the parameters have the bits of a plain run; and what was said.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo  # optimizers would import it in each process
 from torch import Tensor, nn
 
 from benchmarks.robustness.loops_count import live_nbytes, true_peak
 from lightning_memopt import optimize
+from tests.cpu.lib.forked import failed, forked
 
 torch.set_num_threads(1)
 WIDTH = 64
@@ -176,12 +180,13 @@ def trained(name: str, budget: int | str | None) -> tuple[list[tuple[bool, int, 
     return found, [p.detach().clone() for p in model.parameters()]
 
 
-def main(name: str) -> None:
-    with contextlib.redirect_stdout(sys.stderr):
+def main(name: str, folder: Path) -> None:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
         planned, ours = trained(name, "min")
         _, plain = trained(name, None)
-    json.dump({"planned": planned, "same": all(map(torch.equal, ours, plain))}, sys.stdout)
+    found = {"planned": planned, "same": all(map(torch.equal, ours, plain)), "said": said.getvalue()}
+    (folder / f"{name}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.exit(failed([code for name in LOOPS for code in forked(main, [(name, Path(sys.argv[1]))])]))

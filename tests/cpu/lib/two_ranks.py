@@ -7,7 +7,6 @@ Imports are made once: the ranks are forked, before anything has run.
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import sys
@@ -219,7 +218,6 @@ def in_trainers() -> dict[str, Any]:
 
 def rank(number: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # each session collects garbage: not of all that was imported
     os.environ |= {"LOCAL_RANK": str(number), "NODE_RANK": "0"}  # where Lightning finds that it need not start the others
     store = distributed.FileStore(str(folder / "store"), WORLD)
     with begun_before() as late:

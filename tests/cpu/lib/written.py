@@ -17,13 +17,13 @@ needs_gloo = pytest.mark.skipif(
 )
 
 
-def written(module: str, folder: Path, *arguments: str, timeout: int) -> dict[str, Any]:
+def written(module: str, folder: Path, *arguments: str, timeout: int, **environment: str) -> dict[str, Any]:
     """The contents of every `FOLDER/NAME.json`, by name, after `python -m tests.cpu.lib.MODULE FOLDER ARGUMENTS` ended well.
 
     Args:
         timeout: seconds. After them all processes are killed, and the test fails.
     """
-    done = ran(f"tests.cpu.lib.{module}", str(folder), *arguments, timeout=timeout, cwd=ROOT)
+    done = ran(f"tests.cpu.lib.{module}", str(folder), *arguments, timeout=timeout, cwd=ROOT, **environment)
     assert done.returncode == 0, done.stderr[-5000:]
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,20 +13,20 @@ from tests.cpu.lib import killed
 from tests.cpu.lib.fits import Task, assert_same_tree, fit, memopt, outcome, session_of
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import assert_same, state
+from tests.cpu.lib.scripts import Interpreter
 
 KILLED_AT = 10
 SAVED_AT = KILLED_AT - KILLED_AT % killed.EVERY
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter) -> dict[str, Path]:
     """What two fits had saved when they were killed: a plain one and a planned one."""
     directories = {kind: tmp_path_factory.mktemp(kind) for kind in ("plain", "memopt")}
-    processes = [
-        subprocess.Popen([sys.executable, "-W", "ignore", "-m", "tests.cpu.lib.killed", kind, directory, str(KILLED_AT)])
-        for kind, directory in directories.items()
-    ]
-    assert [process.wait(timeout=300) for process in processes] == [-signal.SIGKILL] * 2
+    for kind, directory in directories.items():
+        program = ("-m", "tests.cpu.lib.killed", kind, str(directory), str(KILLED_AT))
+        done = interpreter.run(*program, cwd=tmp_path_factory.getbasetemp(), needs=("torch._dynamo", "lightning.pytorch"))
+        assert done.returncode == -signal.SIGKILL, done.stderr
     found = {kind: directory / f"step={SAVED_AT}.ckpt" for kind, directory in directories.items()}
     for directory in directories.values():
         assert len(list(directory.iterdir())) == KILLED_AT // killed.EVERY

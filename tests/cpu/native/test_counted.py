@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,8 +27,8 @@ from lightning_memopt.solvers.rollout import keep_all
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import QUIET
 from tests.cpu.lib.models import Calls
+from tests.cpu.lib.scripts import Interpreter
 
-ROOT = Path(__file__).parents[3]
 ROWS, WIDTH, CLASSES = 256, 32, 500
 F = nn.functional
 
@@ -293,13 +290,14 @@ print("said", sum("another profiler" in str(w.message) for w in said))
 @pytest.mark.long
 @pytest.mark.parametrize("meter", ["native", "profiled"])
 @pytest.mark.parametrize("loops", [["scheduled()", "waiting()"], ["lightning('pytorch', max_epochs=1)", "lightning(None, fast_dev_run=1)"]], ids=["plain", "lightning"])  # fmt: skip # noqa: E501
-def test_beside_a_profiler_of_the_users(loops: list[str], meter: str, tmp_path: Path) -> None:
+def test_beside_a_profiler_of_the_users(
+    loops: list[str], meter: str, tmp_path: Path, interpreter: Interpreter
+) -> None:
     """Nothing crashes; natively all is measured, by the profiler nothing is, and one line says so."""
     pytest.importorskip("lightning")
-    env: Any = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", LOOP, meter, *loops], env=env, capture_output=True, text=True, timeout=180, cwd=tmp_path
-    )
+    script = tmp_path / "loop.py"
+    script.write_text(LOOP)
+    done = interpreter.run(str(script), meter, *loops, cwd=tmp_path, needs=("torch._dynamo", "lightning.pytorch"))
     assert done.returncode == 0, done.stderr[-2000:]
     native = meter == "native"
     measured = ["plan True measured " + str(native and "scheduled" in "".join(loops))] * 2
@@ -309,11 +307,11 @@ def test_beside_a_profiler_of_the_users(loops: list[str], meter: str, tmp_path: 
 
 @pytest.mark.long
 @pytest.mark.parametrize("meter", ["native", "profiled"])
-def test_torch_says_nothing_of_memory_from_before(meter: str) -> None:
+def test_torch_says_nothing_of_memory_from_before(meter: str, tmp_path: Path, interpreter: Interpreter) -> None:
     """ "Memory block of unknown size", which is ours to avoid."""
-    code = LOOP.replace("for loop in", "train(m := small(), sgd(m), batches(2))\n    for loop in")
-    env: Any = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code, meter, "alone()"], env=env, capture_output=True, text=True, timeout=120, cwd=ROOT)  # fmt: skip # noqa: E501
+    script = tmp_path / "loop.py"
+    script.write_text(LOOP.replace("for loop in", "train(m := small(), sgd(m), batches(2))\n    for loop in"))
+    done = interpreter.run(str(script), meter, "alone()", cwd=tmp_path, needs=("torch._dynamo",))
     assert "plan True measured True" in done.stdout and "Memory block" not in done.stderr, done.stderr
 
 

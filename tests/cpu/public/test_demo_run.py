@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("lightning")
 pytest.importorskip("sklearn")
 
+from tests.cpu.lib.scripts import Interpreter
 from tests.distributions import faults_of_wheel
 
 ROOT = Path(__file__).parents[3]
@@ -33,20 +34,20 @@ def test_a_quick_demo(tmp_path: Path) -> None:
         assert outcome["losses_identical"]
 
 
-MODULE = [sys.executable, "-m"]
-TORCHRUN = [*MODULE, "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 EXAMPLES: dict[str, list[str]] = {
-    "plain_loop": [*MODULE, "examples.plain_loop"],
-    "lightning_trainer": [*MODULE, "examples.lightning_trainer"],
-    "lightning_cli": [*MODULE, "examples.lightning_cli", "fit", "--config", str(ROOT / "configs" / "lightning.yaml")],
-    "fabric_loop": [*MODULE, "examples.fabric_loop"],
+    "plain_loop": ["-m", "examples.plain_loop"],
+    "lightning_trainer": ["-m", "examples.lightning_trainer"],
+    "lightning_cli": ["-m", "examples.lightning_cli", "fit", "--config", str(ROOT / "configs" / "lightning.yaml")],
+    "fabric_loop": ["-m", "examples.fabric_loop"],
     "ddp_torchrun": [*TORCHRUN, str(ROOT / "examples" / "ddp_torchrun.py")],
     "fsdp2_torchrun": [*TORCHRUN, str(ROOT / "examples" / "fsdp2_torchrun.py")],
-    "batch_size": [*MODULE, "examples.batch_size"],
-    "offload_disk": [*MODULE, "examples.offload_disk"],
-    "plan_offline": [*MODULE, "examples.plan_offline"],
+    "batch_size": ["-m", "examples.batch_size"],
+    "offload_disk": ["-m", "examples.offload_disk"],
+    "plan_offline": ["-m", "examples.plan_offline"],
 }
-"""Example -> the command that runs it."""
+"""Example -> the command that runs it, or the arguments of Python."""
+NEEDS = ("torch._dynamo", "lightning.pytorch", "sklearn.datasets")
 NOT_SHORT = {"__init__", "chargpt", "demo", "digits", "training"}
 """What `memopt demo` runs, and what the two trainings share."""
 RUN_ELSEWHERE = {"accelerate_script", "transformers_trainer", "peft_lora"}
@@ -60,11 +61,14 @@ def test_every_example_has_a_test() -> None:
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in EXAMPLES])
-def test_an_example_runs(name: str, tmp_path: Path) -> None:
+def test_an_example_runs(name: str, tmp_path: Path, interpreter: Interpreter) -> None:
     """Each short example ends by itself and prints the table; its output files go where it was started."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = EXAMPLES[name]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    if command[0] == "-m":
+        done = interpreter.run(*command, cwd=tmp_path, needs=NEEDS)
+    else:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     printed = done.stdout + done.stderr
     assert done.returncode == 0, printed
     assert "measured peak" in printed and "unmodified peak" in printed

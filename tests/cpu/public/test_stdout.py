@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.cpu.lib.scripts import Interpreter
+
 COMMON = """
 import warnings
 import torch
@@ -94,14 +92,13 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("name", [name if name == "tqdm" else pytest.param(name, marks=pytest.mark.long) for name in SCRIPTS])
-def test_the_last_line_of_stdout_is_the_scripts(name: str, tmp_path: Path) -> None:
+def test_the_last_line_of_stdout_is_the_scripts(name: str, tmp_path: Path, interpreter: Interpreter) -> None:
     framework, code = SCRIPTS[name]
     pytest.importorskip(framework)
     script = tmp_path / "train.py"
     script.write_text(f"{COMMON}{code}\nprint('RESULT 1.5')\n")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, timeout=100)
-    out, err = done.stdout.decode(), done.stderr.decode()
+    done = interpreter.run(str(script), cwd=tmp_path, needs=("torch._dynamo", framework))
+    out, err = done.stdout, done.stderr
     assert done.returncode == 0, err
     assert out.splitlines()[-1] == "RESULT 1.5" and "MemOpt" not in out
     lines = [line for line in err.split("\n") if "MemOpt: " in line]

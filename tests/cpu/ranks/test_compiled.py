@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,25 +9,28 @@ import pytest
 from lightning_memopt.native import counter
 from lightning_memopt.trace import count_all
 from tests.cpu.lib.compiled_ranks import WORLD
-from tests.cpu.lib.written import needs_gloo, of_ranks
+from tests.cpu.lib.written import needs_gloo, written
 
 pytestmark = [needs_gloo, pytest.mark.long]
 Outcome = dict[str, Any]
-TOGETHER = "around", "within", "other_shapes", "other_lengths_of_one_code", "compiles_on_one", "other_options"
-
-
-def outcomes(folder: Path, *cases: str) -> list[Outcome]:
-    """What each rank wrote. No rank hung."""
-    count_all(lambda _: None)
-    if counter() is None:
-        pytest.skip("bytes of compiled code are counted by the native counter, which needs a C++ compiler, as Inductor does")
-    return of_ranks(WORLD, "compiled_ranks", folder, *cases, timeout=500)
+TOGETHER = "around,within,other_shapes,other_lengths_of_one_code,compiles_on_one,other_options"
+FAILING = "raises_on_0", "raises_on_1"
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+    """What each rank wrote, by group of cases. No rank hung."""
+    count_all(lambda _: None)
+    if counter() is None:
+        pytest.skip("bytes of compiled code are counted by the native counter, which needs a C++ compiler, as Inductor does")
+    found = written("compiled_ranks", tmp_path_factory.mktemp("ranks"), TOGETHER, *FAILING, timeout=500)
+    return {group: [found[f"{group}.{rank}"] for rank in range(WORLD)] for group in (TOGETHER, *FAILING)}
+
+
+@pytest.fixture(scope="module")
+def ran(outcomes: dict[str, list[Outcome]]) -> list[Outcome]:
     """Of each rank the outcomes of the cases in which no rank fails: the same processes run all of them."""
-    ranks = outcomes(tmp_path_factory.mktemp("ranks"), *TOGETHER)
+    ranks = outcomes[TOGETHER]
     assert not any("error" in rank for rank in ranks), ranks
     return ranks
 
@@ -88,8 +90,10 @@ def test_lives_are_sent_because_solvers_may_have_other_options(ran: list[Outcome
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_n6_a_rank_that_fails_while_regions_are_chosen_ends_all_by_name(tmp_path: Path, failing: int) -> None:
-    ranks = outcomes(tmp_path, f"raises_on_{failing}")
+def test_n6_a_rank_that_fails_while_regions_are_chosen_ends_all_by_name(
+    outcomes: dict[str, list[Outcome]], failing: int
+) -> None:
+    ranks = outcomes[FAILING[failing]]
     assert ranks[failing]["error"] == "ValueError: the solver is broken"
     assert ranks[1 - failing]["error"].startswith(f"RankFailedError: Rank {failing} failed, so all ranks end: ValueError")
     assert all(rank["seconds"] < 60 for rank in ranks)

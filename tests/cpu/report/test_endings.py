@@ -13,8 +13,8 @@ from torch import nn
 
 from lightning_memopt import optimize
 from tests.cpu.lib.endings import FRONTS, OPTIONS, WAYS
-from tests.cpu.lib.launched import ROOT, ran
 from tests.cpu.lib.pages import Blocks, page_at
+from tests.cpu.lib.scripts import Interpreter
 
 pytestmark = pytest.mark.long
 
@@ -59,9 +59,13 @@ def test_the_loop_is_the_users_own(front: str, way: str, tmp_path: Path) -> None
         ("accelerate", "in_a_process", "ValueError: of the loop"),
     ],
 )
-def test_what_ends_the_process_ended_the_run(front: str, way: str, error: str, tmp_path: Path) -> None:
-    pytest.importorskip({"fabric": "lightning"}.get(front, front))
-    done = ran("tests.cpu.lib.endings", front, way, str(tmp_path / "run.html"), cwd=ROOT)
+def test_what_ends_the_process_ended_the_run(
+    front: str, way: str, error: str, tmp_path: Path, interpreter: Interpreter
+) -> None:
+    package = {"fabric": "lightning"}.get(front, front)
+    pytest.importorskip(package)
+    program = ("-m", "tests.cpu.lib.endings", front, way, str(tmp_path / "run.html"))
+    done = interpreter.run(*program, cwd=tmp_path, needs=(package,))
     assert done.returncode != 0 and error in done.stderr, done.stderr[-3000:]
     assert ended_by(tmp_path / "run.html").startswith(error)
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,21 +13,24 @@ from lightning_memopt.session.measure.between import Between
 from lightning_memopt.session.measure.peak_meter import Metering, spoil_open_meters
 from tests.cpu.lib.between_steps import CASES
 from tests.cpu.lib.engines import needs_native
+from tests.cpu.lib.written import written
 
-ROOT = Path(__file__).parents[3]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LARGE_NBYTES = 1 << 24
 counts = pytest.mark.skipif(loops_count.built() is None, reason="needs a compiler")
 
 
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return written("between_steps", tmp_path_factory.mktemp("counted"), timeout=300, **loops_count.environment())
+
+
 @counts
 @needs_native
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_counted_and_said_once(name: str) -> None:
+def test_it_is_counted_and_said_once(counted: dict[str, Any], name: str) -> None:
     """The measured peak agrees with a count from outside. No new plan is made, because no plan changes these bytes."""
-    command = [sys.executable, "-m", "tests.cpu.lib.between_steps", name]
-    options: dict[str, Any] = {"cwd": ROOT, "env": loops_count.environment(), "timeout": 300}
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, **options).stdout)
+    found = counted[name]
     assert found["measured"] == found["largest"], found
     assert found["step"] <= found["budget"] and not found["replans"], found
     if name == "nothing":

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,9 +22,9 @@ from lightning_memopt.solvers import planner
 from tests.cpu.lib.engines import needs_native
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.now_and_then import LOOPS, WIDTH, Net, between, matrix
+from tests.cpu.lib.written import written
 from tests.null.graphs import random_steps, training_step
 
-ROOT = Path(__file__).parents[3]
 _SLACK_NBYTES = 64
 """A loop may hold a loss or a mean more, or less, than in the observed steps."""
 counts = pytest.mark.skipif(loops_count.built() is None, reason="needs a compiler")
@@ -137,22 +133,18 @@ def test_steps_that_are_alike_change_nothing() -> None:
     assert graph_to_json(covering(graph, [dataclasses.replace(graph)])) == graph_to_json(graph)
 
 
-def trained(name: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.cpu.lib.now_and_then", name]
-    ran = subprocess.run(
-        command, cwd=ROOT, env=loops_count.environment(), capture_output=True, text=True, check=True, timeout=300
-    )
-    found = json.loads(ran.stdout)
-    assert isinstance(found, dict)
-    return found | {"said": ran.stderr}
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What came of each loop."""
+    return written("now_and_then", tmp_path_factory.mktemp("trained"), timeout=300, **loops_count.environment())
 
 
 @counts
 @needs_native
 @pytest.mark.parametrize("name", [name for name in LOOPS if "later" not in name])
-def test_observed_steps_that_differ_are_planned_for(name: str) -> None:
+def test_observed_steps_that_differ_are_planned_for(trained: dict[str, Any], name: str) -> None:
     """Every planned step keeps to its prediction, by a count from outside, and the steps that do more reach it."""
-    found = trained(name)
+    found = trained[name]
     assert found["same"] and found["planned"]
     for more, peak, predicted in found["planned"]:
         assert peak <= predicted + _SLACK_NBYTES, found["planned"]
@@ -162,9 +154,9 @@ def test_observed_steps_that_differ_are_planned_for(name: str) -> None:
 @counts
 @needs_native
 @pytest.mark.parametrize("name", [name for name in LOOPS if "later" in name])
-def test_steps_that_do_more_later_are_observed(name: str) -> None:
+def test_steps_that_do_more_later_are_observed(trained: dict[str, Any], name: str) -> None:
     """When such a step came twice, the next one is observed, and the plan keeps to its prediction from then on."""
-    found = trained(name)
+    found = trained[name]
     loop = LOOPS[name]
     assert found["same"]
     unplanned = loop.steps - len(found["planned"])
