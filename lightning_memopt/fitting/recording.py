@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 CHECKPOINTED = "gradient checkpointing"
 """What is taken off, since a plan replaces it."""
+_PROCESS_NBYTES = 4096
+"""Maximum number of bytes outside of the step that are taken to be the process's own: constants that libraries made once."""
 STEPS = 2
 """Steps that are recorded. Optimizers make their state in the first one, so the last one is like those that follow."""
 
@@ -125,6 +127,9 @@ def _without(graph: Graph, host_nbytes: int) -> Graph:
     """The graph without memory of this process that would not be on the card."""
 
     def own(t: Tensor) -> Tensor:
-        return replace(t, nbytes=max(0, t.nbytes - host_nbytes)) if t.name == OUTSIDE else t
+        if t.name != OUTSIDE:
+            return t
+        nbytes = t.nbytes - host_nbytes
+        return replace(t, nbytes=nbytes if nbytes > _PROCESS_NBYTES else 0)
 
     return replace(graph, tensors=tuple(map(own, graph.tensors)))

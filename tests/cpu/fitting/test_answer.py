@@ -137,8 +137,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_longest_sample_fits_and_one_token_more_does_not(tmp_path: Path) -> None:
-    """Asked of steps that are recorded at those lengths, under an attention that takes quadratic memory, too."""
-    folder = config(tmp_path, attn_implementation="eager")
+    """Asked of steps that are recorded at those lengths."""
+    folder = config(tmp_path)
     (on,) = answered(source_of(str(folder), Options(batch=2, length=48), ("card", 0)), [card(40 << 20)]).cards
 
     def peak(length: int) -> int:
