@@ -6,6 +6,8 @@
 
 #include <atomic>
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "prepared.h"
@@ -72,6 +74,9 @@ struct Forward {
 PyObject* at_address(const Forward& forward, const at::Tensor& t);
 // From now on its storage is on this version.
 void add(const Forward& forward, const pybind11::object& version);
+
+// The ops of torch of which a kernel is Python code (name, overload), so that it may enter modes.
+void set_in_python(const std::vector<std::pair<std::string, std::string>>& names);
 
 // Number of ops of planned forwards that were run here, and that were left to Python, in this process.
 extern std::atomic<int64_t> native_ops, python_ops;

@@ -160,6 +160,14 @@ PyObject* perform_segment(PyObject*, PyObject* const* args, Py_ssize_t n) {
   END_HANDLE_TH_ERRORS
 }
 
+// in_python([(name, overload)]): the ops of torch of which a kernel is Python code.
+PyObject* know_python_kernels(PyObject*, PyObject* names) {
+  HANDLE_TH_ERRORS
+  set_in_python(pybind11::handle(names).cast<std::vector<std::pair<std::string, std::string>>>());
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 // begin(forward), end(forward): `forward` is any object that lives until the end.
 PyObject* begin(PyObject*, PyObject* forward) {
   begin_forward(forward);
@@ -200,6 +208,7 @@ PyMethodDef methods[] = {
     {"request", fast(request_tensor), METH_FASTCALL, nullptr},
     {"released", fast(release_handle), METH_FASTCALL, nullptr},
     {"perform", fast(perform_segment), METH_FASTCALL, nullptr},
+    {"in_python", know_python_kernels, METH_O, nullptr},
     {"begin", begin, METH_O, nullptr},
     {"end", end, METH_O, nullptr},
     {"under_way", under_way, METH_NOARGS, nullptr},
