@@ -49,15 +49,15 @@ PyObject* hidden(PyObject* object) {
   return object;
 }
 
-PyObject* view_of(const at::Tensor& t, PyObject* version) {
+PyObject* view_of(const Window& window, PyObject* version, bool conj, bool neg) {
   PyObject* const made = make(view_slots.type);
   view_slots.version.set(made, Py_NewRef(version));
-  view_slots.size.set(made, tuple_of(t.sizes()));
-  view_slots.stride.set(made, tuple_of(t.strides()));
-  view_slots.offset.set(made, PyLong_FromLongLong(t.storage_offset()));
-  view_slots.dtype.set(made, Py_NewRef(reinterpret_cast<PyObject*>(torch::getTHPDtype(t.scalar_type()))));
-  view_slots.conj.set(made, boolean(t.is_conj()));
-  view_slots.neg.set(made, boolean(t.is_neg()));
+  view_slots.size.set(made, tuple_of(window.size));
+  view_slots.stride.set(made, tuple_of(window.stride));
+  view_slots.offset.set(made, PyLong_FromLongLong(window.offset));
+  view_slots.dtype.set(made, Py_NewRef(reinterpret_cast<PyObject*>(torch::getTHPDtype(window.dtype.toScalarType()))));
+  view_slots.conj.set(made, boolean(conj));
+  view_slots.neg.set(made, boolean(neg));
   return made;
 }
 
@@ -118,7 +118,6 @@ py::object handle(const at::Tensor& t, py::handle engine, int64_t save, PyObject
   const int64_t handles = PyLong_AsLongLong(holding_slots.handles.get(holding));
   handle_slots.save.set(made, PyLong_FromLongLong(save));
   handle_slots.version.set(made, Py_NewRef(version));
-  handle_slots.view.set(made, view_of(t, version_slots.id.get(version)));
   handle_slots.guard.set(made, guard_of(t).release().ptr());
   handle_slots.counter.set(made, PyLong_FromLong(t._version()));
   handle_slots.times.set(made, PyLong_FromLong(0));
