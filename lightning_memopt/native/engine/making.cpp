@@ -3,6 +3,8 @@
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <cstring>
+
 #include "guards.h"
 #include "objects.h"
 #include "tensors.h"
@@ -14,9 +16,10 @@ namespace py = pybind11;
 
 PyObject* make(PyObject* type) {
   auto* const kind = reinterpret_cast<PyTypeObject*>(type);
-  PyObject* const made = kind->tp_alloc(kind, 0);
+  PyObject* const made = PyObject_GC_New(PyObject, kind);  // not known to the garbage collector
   if (made == nullptr) throw py::error_already_set();
-  return hidden(made);
+  std::memset(made + 1, 0, kind->tp_basicsize - sizeof(PyObject));
+  return made;
 }
 
 PyObject* none() { return Py_NewRef(Py_None); }

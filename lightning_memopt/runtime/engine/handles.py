@@ -75,7 +75,7 @@ class Handle:
     save: the number of the save.
     version: the storage version that was saved.
     view: the window on it that was saved. If the native engine made the handle, it is made when it is asked for.
-    guard: has the version counter of the saved tensor, as `_version` (`version_guard`); the native engine's has the window, too.
+    guard: has the version counter of the saved tensor, as `_version` (`version_guard`); the native engine's has the window.
     counter: the version counter when it was saved.
     times: how often autograd has asked for the tensor.
     engine: returns the tensor when asked; None after the release.
