@@ -75,6 +75,7 @@ pop_mode = _named("torch.utils._python_dispatch:_pop_mode")  # to enter our mode
 push_mode = _named("torch.utils._python_dispatch:_push_mode")  # the same
 without_modes = _named("torch.utils._python_dispatch:_disable_current_modes")  # to look at tensors without being seen
 custom_op_of = _named("torch._library.custom_ops:_maybe_get_opdef")  # whether torch counts an op's writes before it runs
+PYTHON_KERNELS: set[str] = _named("torch.library:_impls")  # whether an op of torch runs Python code ("aten/mul.Tensor/CPU")
 schema_of = _named("torch:_C._get_schema")  # kinds of an op's arguments, by its name
 
 # -- autograd ----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memopt.native import engine as native_engine
 from lightning_memopt.plan import Rebuild
+from lightning_memopt.record import keep_seams
 from lightning_memopt.runtime import Learned, PlannedEngine, Program, install_native
 from lightning_memopt.session.forward.recording import PlannedRecording
 from lightning_memopt.session.observe.observation import Observation
@@ -80,6 +81,7 @@ class TinyOps:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         install_native(print)
+        keep_seams(self)  # as an open run does
         self.model, self.x = MODELS[name]()
         self.contexts: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
             "eager": contextlib.nullcontext,
@@ -95,7 +97,9 @@ class TinyOps:
                 program = Program(graph, candidate.lives)
                 name = f"{who} engine, {what} dropped"
                 self.again[name] = sum(isinstance(s, Rebuild) for steps in program.schedule.segments.values() for s in steps)
-                self.contexts[name] = self._planned(Learned(program), who == "native")
+                with contextlib.nullcontext() if who == "native" else native_engine.without():
+                    learned = Learned(program)
+                self.contexts[name] = self._planned(learned, who == "native")
 
     def forward(self, name: str) -> torch.Tensor:
         with self.contexts[name]():

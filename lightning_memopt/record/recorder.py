@@ -60,7 +60,7 @@ class Recorder(Outside):
         """Context around allocations that are made only for rebuilds: the user's step would not make them."""
         self.op = 0
         self.next_id = 0
-        self.of_storage: dict[int, StorageVersion] = {}
+        self.of_storage: dict[int, StorageVersion] = {} if tape.native is None else tape.native.Storages()
         self._earlier: dict[int, StorageVersion] = {}
         """What earlier calls of the model, and code between them, made: storage -> version, as in `of_storage`."""
         self._beneath: dict[int, list[StorageVersion]] = {}

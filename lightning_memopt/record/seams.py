@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from operator import is_
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
@@ -81,11 +82,9 @@ class Seams(Generic[L]):
             self.listeners.append(listener)
             if len(self.listeners) > 1:
                 return
-            for owner, name, _, _, wrapper in self._installed:
-                if getattr(owner, name) is not wrapper:  # user code has replaced it meanwhile
-                    break
-            else:
-                if self._known is not None and len(self._installed) >= len(self._known):
+            if self._known is not None and len(self._installed) >= len(self._known):
+                owners, names, _, _, wrappers = zip(*self._installed, strict=True) if self._installed else ((),) * 5
+                if all(map(is_, map(getattr, owners, names), wrappers)):  # else user code has replaced one meanwhile
                     return
             self._install()
 

@@ -13,6 +13,7 @@
 #include "progress.cpp"
 #include "recording.cpp"
 #include "rerun.cpp"
+#include "storages.cpp"
 #include "tensors.cpp"
 #include "values.cpp"
 #include "writing.cpp"

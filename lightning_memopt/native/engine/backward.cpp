@@ -100,8 +100,8 @@ py::object in_memory(const Backward& backward, PyObject* handle) {
   const at::Tensor* const value = value_of(holding);
   if (value == nullptr || is_parked(holding)) return py::none();
   if (counter != number(handle_slots.counter, handle) || !is_intact(holding, *value)) return py::none();
-  const auto window = window_of(handle_slots.view.get(handle));
-  if (!window) return py::none();
+  const Window* const window = window_in(handle_slots.guard.get(handle));
+  if (window == nullptr) return py::none();
   put_in_order(holding, *value);
   return wrapped(window->on(*value));
 }

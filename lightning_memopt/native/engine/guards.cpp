@@ -6,6 +6,7 @@
 #include <new>
 #include <utility>
 
+#include "making.h"
 #include "tensors.h"
 
 namespace memopt {
@@ -16,8 +17,10 @@ namespace py = pybind11;
 struct Shared {
   c10::VariableVersion counter;
   c10::DispatchKeySet keys;
-  caffe2::TypeMeta dtype;
   c10::Device device;
+  Window window;
+
+  bool has(c10::DispatchKey key) const { return keys.has(key); }
 };
 
 struct VersionGuard {
@@ -43,10 +46,17 @@ PyObject* tensor(PyObject* self, PyObject*) {
   const Shared& shared = shared_by(self);
   auto storage = c10::make_intrusive<StorageImpl>(
       StorageImpl::use_byte_size_t(), 0, c10::DataPtr(nullptr, shared.device), /*allocator=*/nullptr, /*resizable=*/false);
-  auto made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)), shared.keys, shared.dtype);
+  auto made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)), shared.keys, shared.window.dtype);
   made.unsafeGetTensorImpl()->set_sizes_contiguous({0});
   made.unsafeGetTensorImpl()->set_version_counter(shared.counter);
   return wrapped(made).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* view(PyObject* self, PyObject* version) {
+  HANDLE_TH_ERRORS
+  const Shared& shared = shared_by(self);
+  return view_of(shared.window, version, shared.has(c10::DispatchKey::Conjugate), shared.has(c10::DispatchKey::Negative));
   END_HANDLE_TH_ERRORS
 }
 
@@ -54,7 +64,7 @@ PyObject* tensor(PyObject* self, PyObject*) {
 
 bool add_guards(PyObject* module) {
   static PyGetSetDef fields[] = {{"_version", version, nullptr, nullptr, nullptr}, {nullptr, nullptr, nullptr, nullptr, nullptr}};
-  static PyMethodDef methods[] = {{"tensor", tensor, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+  static PyMethodDef methods[] = {{"tensor", tensor, METH_NOARGS, nullptr}, {"view", view, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
   static PyType_Slot slots[] = {
       {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
       {Py_tp_getset, fields},
@@ -74,8 +84,14 @@ py::object guard_of(const at::Tensor& t) {
   PyObject* const made = guard_type->tp_alloc(guard_type, 0);
   if (made == nullptr) throw py::error_already_set();
   new (&reinterpret_cast<VersionGuard*>(made)->shared)
-      Shared{t.unsafeGetTensorImpl()->version_counter(), t.key_set(), t.dtype(), t.device()};
+      Shared{t.unsafeGetTensorImpl()->version_counter(), t.key_set(), t.device(), window_on(t)};
   return py::reinterpret_steal<py::object>(made);
+}
+
+const Window* window_in(PyObject* guard) {
+  if (Py_TYPE(guard) != guard_type) return nullptr;
+  const Shared& shared = shared_by(guard);
+  return shared.has(c10::DispatchKey::Conjugate) || shared.has(c10::DispatchKey::Negative) ? nullptr : &shared.window;
 }
 
 int64_t version_at(PyObject* guard) {

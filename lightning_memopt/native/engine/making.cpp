@@ -3,6 +3,8 @@
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <cstring>
+
 #include "guards.h"
 #include "objects.h"
 #include "tensors.h"
@@ -14,9 +16,10 @@ namespace py = pybind11;
 
 PyObject* make(PyObject* type) {
   auto* const kind = reinterpret_cast<PyTypeObject*>(type);
-  PyObject* const made = kind->tp_alloc(kind, 0);
+  PyObject* const made = PyObject_GC_New(PyObject, kind);  // not known to the garbage collector
   if (made == nullptr) throw py::error_already_set();
-  return hidden(made);
+  std::memset(made + 1, 0, kind->tp_basicsize - sizeof(PyObject));
+  return made;
 }
 
 PyObject* none() { return Py_NewRef(Py_None); }
@@ -49,15 +52,15 @@ PyObject* hidden(PyObject* object) {
   return object;
 }
 
-PyObject* view_of(const at::Tensor& t, PyObject* version) {
+PyObject* view_of(const Window& window, PyObject* version, bool conj, bool neg) {
   PyObject* const made = make(view_slots.type);
   view_slots.version.set(made, Py_NewRef(version));
-  view_slots.size.set(made, tuple_of(t.sizes()));
-  view_slots.stride.set(made, tuple_of(t.strides()));
-  view_slots.offset.set(made, PyLong_FromLongLong(t.storage_offset()));
-  view_slots.dtype.set(made, Py_NewRef(reinterpret_cast<PyObject*>(torch::getTHPDtype(t.scalar_type()))));
-  view_slots.conj.set(made, boolean(t.is_conj()));
-  view_slots.neg.set(made, boolean(t.is_neg()));
+  view_slots.size.set(made, tuple_of(window.size));
+  view_slots.stride.set(made, tuple_of(window.stride));
+  view_slots.offset.set(made, PyLong_FromLongLong(window.offset));
+  view_slots.dtype.set(made, Py_NewRef(reinterpret_cast<PyObject*>(torch::getTHPDtype(window.dtype.toScalarType()))));
+  view_slots.conj.set(made, boolean(conj));
+  view_slots.neg.set(made, boolean(neg));
   return made;
 }
 
@@ -118,7 +121,6 @@ py::object handle(const at::Tensor& t, py::handle engine, int64_t save, PyObject
   const int64_t handles = PyLong_AsLongLong(holding_slots.handles.get(holding));
   handle_slots.save.set(made, PyLong_FromLongLong(save));
   handle_slots.version.set(made, Py_NewRef(version));
-  handle_slots.view.set(made, view_of(t, version_slots.id.get(version)));
   handle_slots.guard.set(made, guard_of(t).release().ptr());
   handle_slots.counter.set(made, PyLong_FromLong(t._version()));
   handle_slots.times.set(made, PyLong_FromLong(0));

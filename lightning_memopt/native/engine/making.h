@@ -4,6 +4,8 @@
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
+#include "prepared.h"
+
 namespace memopt {
 
 // The fields that a new storage version gets from its op.
@@ -18,8 +20,8 @@ struct NewVersion {
 PyObject* hidden(PyObject* object);
 // A `StorageVersion` of the storage of `t`, with its `Holding`. `weak`: the tape's list of weak references.
 pybind11::object version_of(const at::Tensor& t, const NewVersion& as, const pybind11::list& weak);
-// A `View` of `t` on the version with this id.
-PyObject* view_of(const at::Tensor& t, PyObject* version);
+// A `View` with this window on the version with this id.
+PyObject* view_of(const Window& window, PyObject* version, bool conj, bool neg);
 // `Holding.hold`.
 void hold(PyObject* holding, const at::Tensor& t);
 // `Recorder._current`: whether a version is still the one that `t` is on. Also notes a counter that was not known yet, because

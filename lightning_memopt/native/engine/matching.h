@@ -6,9 +6,12 @@
 
 #include <atomic>
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "prepared.h"
+#include "storages.h"
 
 namespace memopt {
 
@@ -59,7 +62,8 @@ class Templates {
 
 // The data of the matcher of one forward. It has no reference to the matcher itself.
 struct Forward {
-  pybind11::dict of_storage, versions;
+  pybind11::object of_storage;  // a `Storages`
+  pybind11::dict versions;
   pybind11::list weak;    // the tape's weak references to storages
   pybind11::dict beneath;  // versions that changed unseen
   pybind11::list unread;   // versions whose counters are to be read
@@ -69,9 +73,14 @@ struct Forward {
 };
 
 // The version that a tensor is on; null if there is none. Borrowed: no Python code may run while it is in use.
-PyObject* at_address(const Forward& forward, const at::Tensor& t);
-// From now on its storage is on this version.
-void add(const Forward& forward, const pybind11::object& version);
+inline PyObject* at_address(const Forward& forward, const at::Tensor& t) {
+  return reinterpret_cast<Storages*>(forward.of_storage.ptr())->at(t);
+}
+// From now on the storage of `t` is on this version.
+void add(const Forward& forward, const at::Tensor& t, const pybind11::object& version);
+
+// The ops of torch of which a kernel is Python code (name, overload), so that it may enter modes.
+void set_in_python(const std::vector<std::pair<std::string, std::string>>& names);
 
 // Number of ops of planned forwards that were run here, and that were left to Python, in this process.
 extern std::atomic<int64_t> native_ops, python_ops;

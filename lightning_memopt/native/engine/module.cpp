@@ -15,6 +15,7 @@
 #include "progress.h"
 #include "recording.h"
 #include "rerun.h"
+#include "storages.h"
 #include "values.h"
 
 namespace memopt {
@@ -93,19 +94,29 @@ PyObject* make_forward(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   const auto all = pybind11::reinterpret_borrow<pybind11::tuple>(args);
   if (all.size() != 12) return PyErr_Format(PyExc_TypeError, "forward takes 12 arguments, got %zd", all.size());
+  if (storages_in(all[0].ptr()) == nullptr) return nullptr;
   return capsule(std::unique_ptr<Forward>(
       new Forward{all[0], all[1], all[2], all[3], all[4], all[5], all[6], all[7], all[8], all[9], all[10], all[11]}));
   END_HANDLE_TH_ERRORS
 }
 
-// packing(of_storage, cursor, names, tracked, parked, packed_then_overwritten, dropped_at_pack, packs, packs_here, labels,
-// stand_ins, packed): for `pack`.
+// saves(sets, packs): what a plan does with saves (`Saves`).
+PyObject* make_saves(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *sets, *packs;
+  if (!PyArg_ParseTuple(args, "OO!", &sets, &PyDict_Type, &packs)) return nullptr;
+  return capsule(std::make_unique<Saves>(sets, packs));
+  END_HANDLE_TH_ERRORS
+}
+
+// packing(of_storage, saves, cursor, names, labels, stand_ins, packed): for `pack`.
 PyObject* make_packing(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   const auto all = pybind11::reinterpret_borrow<pybind11::tuple>(args);
-  if (all.size() != 12) return PyErr_Format(PyExc_TypeError, "packing takes 12 arguments, got %zd", all.size());
-  return capsule(std::unique_ptr<Packing>(new Packing{
-      all[0], all[1], all[2], all[3], all[4], all[5], all[6], all[7], all[8], all[9], all[10], all[11]}));
+  if (all.size() != 7) return PyErr_Format(PyExc_TypeError, "packing takes 7 arguments, got %zd", all.size());
+  const auto* saves = static_cast<Saves*>(PyCapsule_GetPointer(PyTuple_GET_ITEM(args, 1), nullptr));
+  if (saves == nullptr || storages_in(all[0].ptr()) == nullptr) return nullptr;
+  return capsule(std::unique_ptr<Packing>(new Packing{all[0], all[1], *saves, all[2], all[3], all[4], all[5], all[6]}));
   END_HANDLE_TH_ERRORS
 }
 
@@ -160,6 +171,14 @@ PyObject* perform_segment(PyObject*, PyObject* const* args, Py_ssize_t n) {
   END_HANDLE_TH_ERRORS
 }
 
+// in_python([(name, overload)]): the ops of torch of which a kernel is Python code.
+PyObject* know_python_kernels(PyObject*, PyObject* names) {
+  HANDLE_TH_ERRORS
+  set_in_python(pybind11::handle(names).cast<std::vector<std::pair<std::string, std::string>>>());
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 // begin(forward), end(forward): `forward` is any object that lives until the end.
 PyObject* begin(PyObject*, PyObject* forward) {
   begin_forward(forward);
@@ -191,6 +210,7 @@ PyMethodDef methods[] = {
     {"templates", make_templates, METH_O, nullptr},
     {"learn", learn, METH_VARARGS, nullptr},
     {"forward", make_forward, METH_VARARGS, nullptr},
+    {"saves", make_saves, METH_VARARGS, nullptr},
     {"packing", make_packing, METH_VARARGS, nullptr},
     {"pack_hook", pack_hook, METH_O, nullptr},
     {"unpack", unpack, METH_O, nullptr},
@@ -200,6 +220,7 @@ PyMethodDef methods[] = {
     {"request", fast(request_tensor), METH_FASTCALL, nullptr},
     {"released", fast(release_handle), METH_FASTCALL, nullptr},
     {"perform", fast(perform_segment), METH_FASTCALL, nullptr},
+    {"in_python", know_python_kernels, METH_O, nullptr},
     {"begin", begin, METH_O, nullptr},
     {"end", end, METH_O, nullptr},
     {"under_way", under_way, METH_NOARGS, nullptr},
@@ -226,7 +247,8 @@ PyModuleDef module{PyModuleDef_HEAD_INIT, "engine", nullptr, -1, methods, nullpt
 
 PyMODINIT_FUNC PyInit_engine() {
   PyObject* const made = PyModule_Create(&memopt::module);
-  if (made != nullptr && memopt::add_hooks(made) && memopt::add_guards(made) && memopt::add_progress(made)) return made;
+  if (made != nullptr && memopt::add_hooks(made) && memopt::add_guards(made) && memopt::add_progress(made) && memopt::add_storages(made))
+    return made;
   Py_XDECREF(made);
   return nullptr;
 }

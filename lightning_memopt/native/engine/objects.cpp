@@ -86,7 +86,7 @@ bool know(PyObject* objects) {
             FIELD(h, claim), FIELD(h, tensor)}) &&
       find(objects, "Kept", &k.type, {FIELD(k, about), FIELD(k, t), FIELD(k, counter)}) &&
       find(objects, "Handle", &a.type,
-           {FIELD(a, save), FIELD(a, version), FIELD(a, view), FIELD(a, guard), FIELD(a, counter), FIELD(a, times),
+           {FIELD(a, save), FIELD(a, version), FIELD(a, guard), FIELD(a, counter), FIELD(a, times),
             FIELD(a, engine)}) &&
       find(objects, "Matcher", &m.type, {FIELD(m, native), FIELD(m, templates), FIELD(m, capturing)}) &&
       find(objects, "Guard", &g.type, {FIELD(g, stand_ins), FIELD(g, until)}) &&

@@ -48,7 +48,7 @@ struct KeptSlots {
 };
 struct HandleSlots {
   PyObject* type;
-  Slot save, version, view, guard, counter, times, engine;
+  Slot save, version, guard, counter, times, engine;
 };
 struct MatcherSlots {
   PyObject* type;

@@ -2,9 +2,12 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <utility>
+
 #include "making.h"
 #include "objects.h"
 #include "progress.h"
+#include "storages.h"
 #include "tensors.h"
 #include "values.h"
 
@@ -16,52 +19,75 @@ namespace py = pybind11;
 constexpr int64_t kBefore = -1;  // `BEFORE` in graph: the plan does not have the save
 
 // `save_of` in planned.py, for a version that does not stand in for another tensor.
-int64_t save_of(const Packing& packing, py::handle engine, PyObject* version, PyObject* tensor, PyObject* position) {
-  const auto here = py::reinterpret_steal<py::object>(PyTuple_Pack(2, tensor, position));
-  PyObject* const saves = PyDict_GetItemWithError(packing.packs_here.ptr(), here.ptr());
-  int64_t first = kBefore;
-  for (Py_ssize_t i = 0; saves != nullptr && i < PyList_GET_SIZE(saves); ++i) {
-    PyObject* const save = PyList_GET_ITEM(saves, i);
-    const int64_t number = PyLong_AsLongLong(save);
-    if ((first == kBefore || number < first) && !has(packing.labels.ptr(), save)) first = number;
+int64_t save_of(const Packing& packing, py::handle engine, PyObject* version, int64_t tensor, int64_t position) {
+  py::object first;
+  int64_t save = kBefore;
+  for (const Saves::Save& each : packing.saves.at(position)) {
+    if (each.tensor != tensor || (save != kBefore && each.save > save)) continue;
+    py::int_ number(each.save);
+    if (has(packing.labels.ptr(), number.ptr())) continue;
+    first = std::move(number);
+    save = each.save;
   }
-  if (first != kBefore) {
-    PySet_Add(packing.labels.ptr(), py::int_(first).ptr());
-    return first;
+  if (save != kBefore) {
+    PySet_Add(packing.labels.ptr(), first.ptr());
+    return save;
   }
-  if (!has(packing.packs.ptr(), tensor)) return kBefore;
+  if (!packing.saves.has(Saves::kPacked, tensor)) return kBefore;
   return engine.attr("save_of")(py::handle(version)).cast<int64_t>();
 }
 
 }  // namespace
 
+Saves::Saves(py::handle sets, py::handle packs) {
+  uint8_t set = 1;
+  for (const py::handle tensors : sets) {
+    for (const py::handle each : tensors) {
+      const auto tensor = each.cast<size_t>();
+      if (tensor >= sets_.size()) sets_.resize(tensor + 1);
+      sets_[tensor] |= set;
+    }
+    set <<= 1;
+  }
+  for (const auto& [key, saves] : py::reinterpret_borrow<py::dict>(packs)) {
+    const auto [tensor, position] = key.cast<std::pair<int64_t, size_t>>();
+    if (position >= packs_.size()) packs_.resize(position + 1);
+    for (const py::handle save : saves) packs_[position].push_back({tensor, save.cast<int64_t>()});
+  }
+}
+
+const std::vector<Saves::Save>& Saves::at(int64_t position) const {
+  static const std::vector<Save> none;
+  return static_cast<size_t>(position) < packs_.size() ? packs_[position] : none;
+}
+
 py::object pack(const Packing& packing, py::handle engine, const at::Tensor& t) {
   const py::object python = py::none();
   if (t.is_inference() || t.is_nested()) return python;
-  const py::int_ position(progress_of(packing.cursor.ptr()).position);
+  const int64_t position = progress_of(packing.cursor.ptr()).position;
   const auto keep = [&] {
-    return kept(t, py::reinterpret_steal<py::object>(PyTuple_Pack(2, packing.names.ptr(), position.ptr())));
+    return kept(t, py::reinterpret_steal<py::object>(PyTuple_Pack(2, packing.names.ptr(), py::int_(position).ptr())));
   };
   if (!is_ordinary(t)) return keep();
-  const auto address = py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(t.storage().unsafeGetStorageImpl()));
-  const auto version = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(packing.of_storage.ptr(), address.ptr()));
+  const auto version = py::reinterpret_borrow<py::object>(reinterpret_cast<Storages*>(packing.of_storage.ptr())->at(t));
   if (!version) return keep();
   PyObject* const v = version.ptr();
   PyObject* const holding = version_slots.holding.get(v);
-  PyObject* const tensor = holding_slots.tensor.get(holding);
+  PyObject* const name = holding_slots.tensor.get(holding);
   const bool external = version_slots.origin.get(v) == constants.external;
   if (PyDict_GET_SIZE(packing.stand_ins.ptr()) > 0 || !is_current(v, t)) return python;
-  if (tensor == Py_None) return external ? keep() : python;
-  if (has(packing.parked.ptr(), tensor)) return python;
+  if (name == Py_None) return external ? keep() : python;
+  const int64_t tensor = PyLong_AsLongLong(name);
+  if (packing.saves.has(Saves::kParked, tensor)) return python;
 
-  const int64_t save = save_of(packing, engine, v, tensor, position.ptr());
+  const int64_t save = save_of(packing, engine, v, tensor, position);
   const bool parked = is_parked(holding);
-  if (external || version_slots.next.get(v) != Py_None || !has(packing.tracked.ptr(), tensor)) return keep();
+  if (external || version_slots.next.get(v) != Py_None || !packing.saves.has(Saves::kTracked, tensor)) return keep();
   if (save == kBefore && !parked) return keep();
   if (holding_slots.value.get(holding) == Py_None && !parked) {
-    if (has(packing.packed_then_overwritten.ptr(), tensor)) {
+    if (packing.saves.has(Saves::kPackedThenOverwritten, tensor)) {
       hold(holding, t);  // a later version is held and read instead; this one is read if this step does not overwrite it
-    } else if (!is_rebuildable(v) || !has(packing.dropped_at_pack.ptr(), tensor)) {
+    } else if (!is_rebuildable(v) || !packing.saves.has(Saves::kDroppedAtPack, tensor)) {
       return keep();
     }
   }

@@ -3,13 +3,36 @@
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
+#include <vector>
+
 namespace memopt {
+
+// What a plan does when autograd saves a tensor (`Program`). Tensors are tensors of the plan.
+class Saves {
+ public:
+  enum Set : uint8_t { kTracked = 1, kParked = 2, kPackedThenOverwritten = 4, kDroppedAtPack = 8, kPacked = 16 };
+  struct Save {
+    int64_t tensor, save;
+  };
+
+  // `sets`: the tensors of each set, in the order of `Set`. `packs`: {(tensor, position): saves}.
+  Saves(pybind11::handle sets, pybind11::handle packs);
+  bool has(Set set, int64_t tensor) const { return static_cast<size_t>(tensor) < sets_.size() && (sets_[tensor] & set) != 0; }
+  // The saves at a position.
+  const std::vector<Save>& at(int64_t position) const;
+
+ private:
+  std::vector<uint8_t> sets_;
+  std::vector<std::vector<Save>> packs_;
+};
 
 // The data for packing in one forward. It has no reference to the engine.
 struct Packing {
-  pybind11::dict of_storage;
-  pybind11::object cursor, names, tracked, parked, packed_then_overwritten, dropped_at_pack, packs, packs_here;
-  pybind11::object labels, stand_ins, packed;
+  pybind11::object of_storage;  // a `Storages`
+  pybind11::object owner;       // of `saves`
+  const Saves& saves;
+  pybind11::object cursor, names, labels, stand_ins, packed;
 };
 
 // A `Kept` or a `Handle`. None if the tensor must be packed in Python; then nothing has been done. Not for use in functorch's

@@ -154,6 +154,10 @@ class Reader {
 
 }  // namespace
 
+Window window_on(const at::Tensor& t) {
+  return {nullptr, c10::DimVector(t.sizes()), c10::DimVector(t.strides()), t.storage_offset(), t.dtype()};
+}
+
 std::optional<Window> window_of(PyObject* view) {
   Window made;
   const auto offset = integer(view_slots.offset.get(view));

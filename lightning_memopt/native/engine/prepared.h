@@ -21,6 +21,9 @@ struct Window {
   at::Tensor on(const at::Tensor& base) const;
 };
 
+// The window of a tensor. It names no version.
+Window window_on(const at::Tensor& t);
+
 // The window of a Python `View`; none if it is conjugate or negative. It borrows the version's id.
 std::optional<Window> window_of(PyObject* view);
 

@@ -9,6 +9,7 @@
 
 #include "making.h"
 #include "objects.h"
+#include "storages.h"
 #include "tensors.h"
 
 namespace memopt {
@@ -18,14 +19,14 @@ namespace py = pybind11;
 
 // The arguments of one op.
 struct Arguments {
-  PyObject *of_storage, *reads;
+  const Storages& of_storage;
+  PyObject* reads;
   bool capturing;
 
   // The version that `t` is on (`Recorder.version_of`); null if Python must find it. Borrowed.
   PyObject* version_read(const at::Tensor& t) const {
     if (!is_plain(t)) return nullptr;
-    const auto address = py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(t.storage().unsafeGetStorageImpl()));
-    PyObject* const version = PyDict_GetItemWithError(of_storage, address.ptr());
+    PyObject* const version = of_storage.at(t);
     if (version == nullptr) return nullptr;
     PyObject* const holding = version_slots.holding.get(version);
     const bool starts = capturing && version_slots.origin.get(version) == constants.external;
@@ -41,7 +42,7 @@ struct Arguments {
       PyObject* const version = version_read(t);
       if (version == nullptr) return false;
       if (PyList_Append(reads, version) < 0) throw py::error_already_set();
-      if (capturing) *to = view_of(t, version_slots.id.get(version));
+      if (capturing) *to = view_of(window_on(t), version_slots.id.get(version), t.is_conj(), t.is_neg());
       return true;
     }
     if (PyList_CheckExact(value) || PyTuple_CheckExact(value)) {
@@ -66,13 +67,12 @@ const at::Tensor& tensor(PyObject* object) {
 }
 
 // Appends the fresh tensors of a result to `to`, with positions from `*position` on (`tensors_in` in record/tensors.py).
-void add_fresh(PyObject* result, PyObject* of_storage, Py_ssize_t* position, PyObject* to) {
+void add_fresh(PyObject* result, const Storages& of_storage, Py_ssize_t* position, PyObject* to) {
   if (THPVariable_Check(result)) {
     const at::Tensor& t = THPVariable_Unpack(result);
     const Py_ssize_t at = (*position)++;
     if (!is_plain(t)) return;
-    const auto address = py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(t.storage().unsafeGetStorageImpl()));
-    if (PyDict_GetItemWithError(of_storage, address.ptr()) != nullptr) return;
+    if (of_storage.at(t) != nullptr) return;
     const auto entry = py::reinterpret_steal<py::object>(Py_BuildValue("nO", at, result));
     if (!entry || PyList_Append(to, entry.ptr()) < 0) throw py::error_already_set();
   } else if (PyList_Check(result) || PyTuple_Check(result)) {
@@ -99,10 +99,11 @@ const std::vector<Slot>& slots_of(PyObject* type) {
 
 PyObject* fresh(PyObject*, PyObject* const* args, Py_ssize_t n) {
   HANDLE_TH_ERRORS
-  if (n != 2 || !PyDict_CheckExact(args[1])) throw py::type_error("fresh(result, dict)");
+  const Storages* const of_storage = n == 2 ? storages_in(args[1]) : nullptr;
+  if (of_storage == nullptr) throw py::type_error("fresh(result, Storages)");
   auto made = py::reinterpret_steal<py::object>(PyList_New(0));
   Py_ssize_t position = 0;
-  add_fresh(args[0], args[1], &position, made.ptr());
+  add_fresh(args[0], *of_storage, &position, made.ptr());
   return made.release().ptr();
   END_HANDLE_TH_ERRORS
 }
@@ -121,8 +122,10 @@ PyObject* row(PyObject*, PyObject* const* args, Py_ssize_t n) {
 
 PyObject* captured(PyObject*, PyObject* const* args, Py_ssize_t n) {
   HANDLE_TH_ERRORS
-  if (n != 4 || !PyTuple_CheckExact(args[0]) || !PyList_CheckExact(args[3])) throw py::type_error("captured(tuple, dict, bool, list)");
-  const Arguments arguments{args[1], args[3], args[2] == Py_True};
+  const Storages* const of_storage = n == 4 ? storages_in(args[1]) : nullptr;
+  if (of_storage == nullptr || !PyTuple_CheckExact(args[0]) || !PyList_CheckExact(args[3]))
+    throw py::type_error("captured(tuple, Storages, bool, list)");
+  const Arguments arguments{*of_storage, args[3], args[2] == Py_True};
   const Py_ssize_t size = PyTuple_GET_SIZE(args[0]), before = PyList_GET_SIZE(args[3]);
   auto made = py::reinterpret_steal<py::object>(arguments.capturing ? PyTuple_New(size) : Py_NewRef(Py_True));
   for (Py_ssize_t i = 0; i < size; ++i) {

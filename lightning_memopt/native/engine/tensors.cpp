@@ -5,12 +5,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 namespace memopt {
-namespace {
-
-constexpr c10::DispatchKeySet kModes{c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot};
-
-}  // namespace
-
 bool is_ordinary(const at::Tensor& t) {
   if (!t.defined() || t.key_set().has(c10::DispatchKey::Python) || t.is_nested()) return false;
   if (t.layout() != at::kStrided || !t.has_storage()) return false;

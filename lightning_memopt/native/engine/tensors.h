@@ -8,6 +8,9 @@
 
 namespace memopt {
 
+// The keys by which torch dispatches to modes.
+constexpr c10::DispatchKeySet kModes{c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot};
+
 // Whether an object is a tensor of torch's own classes, strided and not nested (`PLAIN` in record/tensors.py).
 bool is_ordinary(const at::Tensor& t);
 // `is_plain` in record/tensors.py.

@@ -70,7 +70,7 @@ py::object overwritten(
   }
   version_slots.next.set(old, Py_NewRef(tensor.ptr()));
   claim(old, before, after, t, reachable);
-  add(forward, made);
+  add(forward, t, made);
   note_unread(forward, version, t);
   return made;
 }

@@ -74,8 +74,8 @@ class Handle:
 
     save: the number of the save.
     version: the storage version that was saved.
-    view: the window on it that was saved.
-    guard: has the version counter of the saved tensor, as `_version` (`version_guard`; the native engine has a smaller one).
+    view: the window on it that was saved. If the native engine made the handle, it is made when it is asked for.
+    guard: has the version counter of the saved tensor, as `_version` (`version_guard`); the native engine's has the window.
     counter: the version counter when it was saved.
     times: how often autograd has asked for the tensor.
     engine: returns the tensor when asked; None after the release.
@@ -92,6 +92,12 @@ class Handle:
         self.times = 0
         version.holding.handles += 1
         self.engine: Gives | None = engine  # set last, so that the destructor of a half-made handle does nothing
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "view":
+            raise AttributeError(name)
+        view = self.view = self.guard.view(self.version.id)
+        return view
 
     def counted(self) -> torch.Tensor:
         """A tensor without memory that shares the version counter of the saved tensor."""

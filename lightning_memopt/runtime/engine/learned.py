@@ -52,7 +52,8 @@ class Learned:
     templates: the templates of the ops of these forwards.
     familiar: tensor of the plan that is made before the forward -> (bytes, device) of the tensor that was last matched to it
         without further work.
-    actions: what the plan does in backward, in the native engine's form; None where Python does all of it.
+    actions, saves: what the plan does in backward, and when autograd saves a tensor, in the native engine's form; None where
+        Python does all of it.
     """
 
     def __init__(self, program: Program, sized: bool = True) -> None:
@@ -67,6 +68,12 @@ class Learned:
     @cached_property
     def actions(self) -> object:
         return None if self.native is None else actions_for(self.native, self.program)
+
+    @cached_property
+    def saves(self) -> object:
+        program = self.program
+        sets = program.tracked, program.parked, program.packed_then_overwritten, program.dropped_at_pack, program.packs
+        return None if self.native is None else self.native.saves(sets, program.packs_here)
 
     def counted_nbytes(self, nbytes: int, device: torch.device) -> int:
         """The bytes that a graph counts for a storage of `nbytes`: what the allocator rounds them to; 0 on other devices."""

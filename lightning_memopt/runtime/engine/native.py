@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from lightning_memopt.runtime.engine.handles import Handle, Kept
 from lightning_memopt.runtime.engine.holding import Claim, Holding, in_order
 from lightning_memopt.runtime.engine.matching import Matcher
 from lightning_memopt.runtime.engine.rebuild import StartChangedError
-from lightning_memopt.torch_private import AUTOGRAD, compilation
+from lightning_memopt.torch_private import AUTOGRAD, PYTHON_KERNELS, compilation
 
 _TESTS: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
     "a sum": (torch.ops.aten.add.Tensor, [2.5], {"alpha": 3}),
@@ -72,10 +72,18 @@ def see_ops(native: Any, calls: Calls) -> None:
     """A planned forward begins: from now on `native`, the native engine, sees its ops first. Appends the call that ends this to
     `calls`.
     """
+    _know_python_kernels(native, len(PYTHON_KERNELS))
     forward = object()
     calls += (partial(_entering_hooks.leave, native), partial(native.end, forward))
     _entering_hooks.enter(native)
     native.begin(forward)
+
+
+@lru_cache(maxsize=1)
+def _know_python_kernels(native: Any, number: int) -> None:
+    """Tell the native engine which ops of torch have kernels in Python. `number`: how many such kernels there are."""
+    names = [name for space, name, key in (each.split("/") for each in PYTHON_KERNELS) if space == "aten" and key != "Meta"]
+    native.in_python([("aten::" + name, overload) for name, _, overload in (name.partition(".") for name in names)])
 
 
 def _waking(original: Any) -> Any:

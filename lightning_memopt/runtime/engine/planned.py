@@ -144,11 +144,8 @@ class PlannedEngine(Engine):
         super().begin_forward(recorder)
         native = self.native
         if native is not None and not self.checks.on:
-            program, guard = self.program, self.guard
-            packed = program.packed_then_overwritten, program.dropped_at_pack, program.packs, program.packs_here
-            plan = program.tracked, program.parked, *packed
-            step = self._labels, guard.stand_ins, self.turns.packed
-            self.packing = native.packing(recorder.of_storage, self.cursor, self._names, *plan, *step)
+            step = self.cursor, self._names, self._labels, self.guard.stand_ins, self.turns.packed
+            self.packing = native.packing(recorder.of_storage, self.learned.saves, *step)
 
     @uncompiled
     def pack(self, t: torch.Tensor) -> Kept | Handle:

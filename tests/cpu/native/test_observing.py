@@ -107,7 +107,8 @@ def test_python_answers_for_unknown_tensors_and_nothing_was_noted(module: Any) -
     tape: Tape[Holding] = Tape(Holding)
     known, unknown = torch.randn(2, 3), torch.randn(3)
     version: StorageVersion[Holding] = StorageVersion(7, known, tape)
-    of_storage, reads = {version.weak: version}, [version]
+    of_storage, reads = module.Storages(), [version]
+    of_storage[version.weak] = version
     for values in ((known, unknown), ([known, [unknown]],), (known, unknown.to_sparse())):
         assert module.captured(values, of_storage, True, reads) is None and reads == [version]
     kept = module.captured((known.t(), [known, None], 2.5), of_storage, True, reads)
@@ -119,7 +120,8 @@ def test_python_answers_for_unknown_tensors_and_nothing_was_noted(module: Any) -
 def test_new_results_have_their_positions(module: Any) -> None:
     tape: Tape[Holding] = Tape(Holding)
     known, new = torch.randn(2), torch.randn(2)
-    of_storage = {known.untyped_storage()._cdata: StorageVersion(0, known, tape)}
+    of_storage = module.Storages()
+    of_storage[known.untyped_storage()._cdata] = StorageVersion(0, known, tape)
     results = module.fresh((known, None, [new, new.to_sparse()], new), of_storage)
     assert [at for at, _ in results] == [1, 3] and all(t is new for _, t in results)
     assert module.fresh(known, of_storage) == []
