@@ -290,9 +290,7 @@ print("said", sum("another profiler" in str(w.message) for w in said))
 @pytest.mark.long
 @pytest.mark.parametrize("meter", ["native", "profiled"])
 @pytest.mark.parametrize("loops", [["scheduled()", "waiting()"], ["lightning('pytorch', max_epochs=1)", "lightning(None, fast_dev_run=1)"]], ids=["plain", "lightning"])  # fmt: skip # noqa: E501
-def test_beside_a_profiler_of_the_users(
-    loops: list[str], meter: str, tmp_path: Path, interpreter: Interpreter
-) -> None:
+def test_beside_a_profiler_of_the_users(loops: list[str], meter: str, tmp_path: Path, interpreter: Interpreter) -> None:
     """Nothing crashes; natively all is measured, by the profiler nothing is, and one line says so."""
     pytest.importorskip("lightning")
     script = tmp_path / "loop.py"
