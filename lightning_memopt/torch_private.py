@@ -67,6 +67,7 @@ DispatchKey = _named("torch:_C.DispatchKey")  # names of the keys above
 DispatchKeySet = _named("torch:_C.DispatchKeySet")  # sets of them
 has_kernel: Callable[[str, str], bool] = _named("torch:_C._dispatch_has_kernel_for_dispatch_key")  # rules of autocast
 dispatch_key = _named("torch:_C._dispatch_key_parse")  # keys that Python does not name
+parse_to: Any = _named("torch:_C._nn._parse_to")  # which device a module is moved to (fitting/operators.py)
 set_grad_enabled: Callable[[bool], None] = _named("torch:_C._set_grad_enabled")  # the grad mode of a call, without a context
 CHECKPOINT_GENERATOR = _named("torch.utils.checkpoint:_checkpoint_without_reentrant_generator").__name__  # taken off in fit
 current_mode = _named("torch.utils._python_dispatch:_get_current_dispatch_mode")  # whether our mode is the innermost

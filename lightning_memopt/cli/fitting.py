@@ -7,7 +7,7 @@ import json
 from dataclasses import fields
 from typing import Any
 
-from lightning_memopt.fitting.sources import DTYPES, OPTIMIZERS, TASKS, Options
+from lightning_memopt.fitting.options import DTYPES, OPTIMIZERS, TASKS, Options
 
 
 def add(commands: Any) -> None:

@@ -12,8 +12,9 @@ from lightning_memopt.batching.fit import FitError, StepFit
 from lightning_memopt.batching.fit import fit as fit_step
 from lightning_memopt.errors import ConfigError, InfeasibleError
 from lightning_memopt.fitting.cards import CONTEXT_NBYTES, Card, cards_of
+from lightning_memopt.fitting.options import Options
 from lightning_memopt.fitting.recording import CHECKPOINTED, Recorded
-from lightning_memopt.fitting.sources import Options, Source, source_of
+from lightning_memopt.fitting.sources import Source, source_of
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, simulate
 from lightning_memopt.plan.peak import at_peak

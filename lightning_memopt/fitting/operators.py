@@ -16,12 +16,12 @@ import torch
 import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 
-from lightning_memopt.torch_private import CHECKPOINT_GENERATOR
+from lightning_memopt.torch_private import CHECKPOINT_GENERATOR, parse_to
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _DROPOUTS = (torch.dropout, torch.nn.functional.dropout)
 _HALF = (torch.bfloat16, torch.float16)
-_OF_DEVICES = (torch.device, torch._C._nn._parse_to)
+_OF_DEVICES = (torch.device, parse_to)
 """Functions that return a device: it is the one that was asked for, until a tensor is made on it or moved to it."""
 _LARGEST_HEAD = 256
 """The largest head that flash attention has kernels for."""

@@ -18,9 +18,9 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_memopt.bench import user_code
+from lightning_memopt.device.pretending import cuda_is_here
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.fitting.operators import update_together
-from lightning_memopt.fitting.pretending import cuda_is_here
 from lightning_memopt.fitting.recording import Observed
 
 if TYPE_CHECKING:
@@ -219,5 +219,8 @@ class _Loop:
         trained = {id(p) for o in self._optimizers for group in o.param_groups for p in group["params"]}
         models = [m for m in self._called if any(id(p) in trained for p in m.parameters())]
         if not models:
-            raise ConfigError("the script called no module that has what its optimizers update, so there is no model to plan.")
+            raise ConfigError(
+                "the script called no module that has what its optimizers update, so there is no model to plan. "
+                "Give package.module:function."
+            )
         return models[0] if len(models) == 1 else nn.ModuleList(models)

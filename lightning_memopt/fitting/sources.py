@@ -11,61 +11,14 @@ from typing import TYPE_CHECKING, Any
 from lightning_memopt.bench import user_code
 from lightning_memopt.errors import ConfigError, needing
 from lightning_memopt.fitting import scripts
+from lightning_memopt.fitting.options import DTYPES, OPTIMIZERS, TASKS, Options
 from lightning_memopt.fitting.recording import STEPS, Recorded, record, recorded
 
 if TYPE_CHECKING:
     from lightning_memopt.bench.subject import Training
 
-TASKS = {
-    "causal-lm": "AutoModelForCausalLM",
-    "masked-lm": "AutoModelForMaskedLM",
-    "seq2seq-lm": "AutoModelForSeq2SeqLM",
-    "sequence-classification": "AutoModelForSequenceClassification",
-    "image-classification": "AutoModelForImageClassification",
-}
-"""Task -> the class of transformers that makes its model."""
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "mixed-bf16": "float32"}
-"""Name of a precision -> the type of the weights. Under "mixed-bf16" the forward runs in bfloat16 by autocast."""
-OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adafactor": "Adafactor"}
-"""Name -> the class in `torch.optim`."""
 _LABELS = 2
 _IMAGE = 224
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How a model is trained.
-
-    task: of TASKS; None: that of the architecture in the config.
-    batch: samples of a step.
-    length: tokens of a sample.
-    dtype: of DTYPES.
-    optimizer: of OPTIMIZERS.
-    lora: rank of the adapters; None: all weights are trained.
-
-    There is no gradient checkpointing: a plan replaces it.
-    """
-
-    task: str | None = None
-    batch: int = 1
-    length: int = 1024
-    dtype: str = "bf16"
-    optimizer: str = "adamw"
-    lora: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, value, known in (
-            ("task", self.task, (None, *TASKS)),
-            ("dtype", self.dtype, tuple(DTYPES)),
-            ("optimizer", self.optimizer, tuple(OPTIMIZERS)),
-        ):
-            if value not in known:
-                raise ConfigError(f"{name} is {value!r}; give one of {', '.join(map(str, filter(None, known)))}")
-        for name, number in (("batch", self.batch), ("length", self.length), ("lora", 1 if self.lora is None else self.lora)):
-            if number < 1:
-                raise ConfigError(f"{name} is {number}; give 1 or more")
-
-
 SIZES = ("batch", "length")
 """The sizes of a step: samples, and tokens of a sample."""
 

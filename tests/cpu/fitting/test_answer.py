@@ -20,8 +20,9 @@ from lightning_memopt.errors import ConfigError
 from lightning_memopt.fitting.answer import Fit, OnCard, _largest, answered
 from lightning_memopt.fitting.cards import CARDS, CONTEXT_NBYTES, Card, cards_of
 from lightning_memopt.fitting.operators import CudaOperators, update_together
+from lightning_memopt.fitting.options import Options
 from lightning_memopt.fitting.recording import record
-from lightning_memopt.fitting.sources import Options, of_training, source_of
+from lightning_memopt.fitting.sources import of_training, source_of
 from lightning_memopt.fitting.unfilled import Unfilled
 from lightning_memopt.plan import simulate
 from lightning_memopt.solvers.rollout import keep_all

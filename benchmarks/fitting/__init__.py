@@ -1,0 +1,1 @@
+"""What `memopt fit` predicts, beside what others measured."""
