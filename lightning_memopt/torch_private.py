@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import chain
 from operator import is_, methodcaller
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload  # the types of ops, as dispatch modes get them
@@ -67,6 +67,7 @@ DispatchKey = _named("torch:_C.DispatchKey")  # names of the keys above
 DispatchKeySet = _named("torch:_C.DispatchKeySet")  # sets of them
 has_kernel: Callable[[str, str], bool] = _named("torch:_C._dispatch_has_kernel_for_dispatch_key")  # rules of autocast
 dispatch_key = _named("torch:_C._dispatch_key_parse")  # keys that Python does not name
+makers_on_default_device = _named("torch.utils._device:_device_constructors")  # what `with torch.device(...)` applies to
 parse_to: Any = _named("torch:_C._nn._parse_to")  # which device a module is moved to (fitting/operators.py)
 set_grad_enabled: Callable[[bool], None] = _named("torch:_C._set_grad_enabled")  # the grad mode of a call, without a context
 CHECKPOINT_GENERATOR = _named("torch.utils.checkpoint:_checkpoint_without_reentrant_generator").__name__  # taken off in fit
@@ -492,3 +493,8 @@ def _missing_of_fsdp2() -> list[str]:
     _named("torch.distributed.pipelining.stage:_PipelineStageBase")
     methods = [(group, name) for name in (*UNIT_HOOKS, "pre_forward", "post_forward", "_reshard_after_forward")]
     return [f"{owner}.{name}" for owner, name in (*methods, (param, "_sharded_local_tensor")) if not hasattr(owner, name)]
+
+
+def default_device() -> torch.device | None:
+    """The device of `with torch.device(...)` or `torch.set_default_device`; None if none is set."""
+    return cast("torch.device | None", _named("torch.utils._device:CURRENT_DEVICE"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ def cuda_is_here(name: str, nbytes: int) -> Iterator[None]:
                 if hasattr(module, asked):
                     stack.enter_context(mock.patch.object(module, asked, answer))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda t, *device: t))  # in loaders' threads, too
+        stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda t, stream: None))
         yield
 
 
@@ -51,7 +53,7 @@ def _answers(name: str, nbytes: int) -> dict[str, Any]:
         "mem_get_info": (nbytes, nbytes),
         "is_current_stream_capturing": False,
         "memory_summary": "",
-        "memory_stats": {},
+        "memory_stats": collections.defaultdict(int),
         "get_arch_list": [],
     }
     zeros = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "utilization")
@@ -61,7 +63,12 @@ def _answers(name: str, nbytes: int) -> dict[str, Any]:
     )
     values = constants | dict.fromkeys(zeros, 0) | dict.fromkeys(nothing.split())
     answers: dict[str, Any] = {asked: _always(value) for asked, value in values.items()}
-    answers |= {"current_stream": _always(_Stream()), "default_stream": _always(_Stream()), "stream": contextlib.nullcontext}
+    answers |= {
+        "current_stream": _always(_Stream()),
+        "default_stream": _always(_Stream()),
+        "stream": contextlib.nullcontext,
+        "device": contextlib.nullcontext,
+    }
     answers |= {"Stream": _Stream, "Event": _Stream}
     return answers | {"get_rng_state": _no_random_state, "get_rng_state_all": lambda: [_no_random_state()]}
 

@@ -16,10 +16,12 @@ import torch
 import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 
-from lightning_memopt.torch_private import CHECKPOINT_GENERATOR, parse_to
+from lightning_memopt.fitting.unfilled import Unfilled
+from lightning_memopt.torch_private import CHECKPOINT_GENERATOR, default_device, makers_on_default_device, parse_to
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _DROPOUTS = (torch.dropout, torch.nn.functional.dropout)
+
 _HALF = (torch.bfloat16, torch.float16)
 _OF_DEVICES = (torch.device, parse_to)
 """Functions that return a device: it is the one that was asked for, until a tensor is made on it or moved to it."""
@@ -32,26 +34,44 @@ _ONE_BY_ONE = ("Adafactor", "Muon", "LBFGS", "SparseAdam")
 class CudaOperators(TorchFunctionMode):
     """Within, attention and dropout are those of CUDA, and what is made on or moved to a CUDA device is on the CPU.
 
-    moves: is told of these tensors.
+    mode: is told of these tensors.
     """
 
-    def __init__(self, moves: Callable[[Any], None]) -> None:
+    def __init__(self, mode: Unfilled) -> None:
         super().__init__()
-        self._moves = moves
+        self._mode = mode
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
-            self._moves(args[0])
-            return args[0]
+            return self._moved(args[0])
+        if func in (torch.isfinite, torch.Tensor.isfinite) and self._mode.is_unfilled(args[0]):
+            return torch.ones(args[0].size(), dtype=torch.bool)
+        if kwargs.get("device") is None and func in makers_on_default_device() and _is_cuda(default_device()):
+            kwargs = {**kwargs, "device": default_device()}
         if func not in _OF_DEVICES and (any(map(_is_cuda, args)) or any(map(_is_cuda, kwargs.values()))):
             made = func(*map(_here, args), **{name: _here(value) for name, value in kwargs.items()})
-            self._moves(made)
-            return made
+            return self._moved(made)
         if func is _ATTENTION:
             return _attention(*args, **kwargs)
-        dropped = _masked_dropout(*args, **kwargs) if func in _DROPOUTS else None
-        return func(*args, **kwargs) if dropped is None else dropped
+        if func in _DROPOUTS:
+            dropped = _masked_dropout(*args, **kwargs)
+            return func(*args, **kwargs) if dropped is None else dropped
+        if func is torch.nn.functional.multi_head_attention_forward:  # this mode is off in what it calls
+            with mock.patch.multiple(torch.nn.functional, scaled_dot_product_attention=_attention, dropout=_dropout):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _moved(self, made: Any) -> Any:
+        """What was moved to the card. A part of a tensor on the host is copied, as it would be."""
+        if (
+            isinstance(made, torch.Tensor)
+            and made.nbytes < made.untyped_storage().nbytes()
+            and not self._mode.is_on_device(made)
+        ):
+            made = made.clone()
+        self._mode.moves(made)
+        return made
 
 
 def _is_cuda(value: Any) -> bool:
@@ -125,6 +145,12 @@ def without_checkpointing(calls: Callable[[], None]) -> Iterator[None]:
         mock.patch.object(torch.utils.checkpoint, "CheckpointFunction", Plain),
     ):
         yield
+
+
+def _dropout(*args: Any, **kwargs: Any) -> Any:
+    """`torch.nn.functional.dropout`, as on CUDA."""
+    dropped = _masked_dropout(*args, **kwargs)
+    return _DROPOUTS[1](*args, **kwargs) if dropped is None else dropped
 
 
 def update_together(optimizers: Iterable[torch.optim.Optimizer]) -> None:

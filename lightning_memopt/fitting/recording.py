@@ -91,7 +91,7 @@ def recorded(observe: Observe, cuda: bool = False) -> Recorded:
 @contextlib.contextmanager
 def _cuda(mode: Unfilled) -> Iterator[None]:
     """Within, ops are those that torch would choose on a CUDA device."""
-    with CudaOperators(mode.moves), cuda_autocast(), without_checkpointing(lambda: mode.assumed.update([CHECKPOINTED])):
+    with CudaOperators(mode), cuda_autocast(), without_checkpointing(lambda: mode.assumed.update([CHECKPOINTED])):
         yield
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -31,9 +32,14 @@ if TYPE_CHECKING:
 _LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "mpirun", "srun")
 
 
+_LAUNCHING = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "lightning_memopt.launch")
 _PATIENCE = 1000
 """Maximum number of forwards from update to update. A script that trains by other means than an optimizer may never end,
 because no loss falls."""
+
+
+_SELDOM = 32
+"""Number of updates after which an optimizer that has not stepped is taken to be unused."""
 
 
 class _Recorded(BaseException):
@@ -51,10 +57,12 @@ def script_of(command: Sequence[str]) -> tuple[str, list[str], bool]:
     if words and words[0].rpartition("/")[2].startswith("python"):
         del words[0]
         while words and words[0].startswith("-") and words[0] not in ("-m", "-c"):
-            del words[0]
+            del words[: 2 if words[0] in ("-W", "-X") else 1]
     module = words[:1] == ["-m"]
     if module:
         del words[0]
+    if module and words and words[0] in _LAUNCHING:
+        raise ConfigError(f"{words[0]} starts other processes, which cannot be recorded. Give `python` and the script itself.")
     if not words or words[0].startswith("-"):
         raise ConfigError(f"{' '.join(command)!r} names no script. Give `python train.py` and its arguments.")
     return words[0], words[1:], module
@@ -119,6 +127,7 @@ class _Loop:
     def __init__(self, steps: int, mode: Unfilled) -> None:
         self._steps, self._mode = steps, mode
         self._saw_begin = True
+        self._made = weakref.WeakSet[Optimizer]()
         self._optimizers: list[Optimizer] = []
         self._called: dict[nn.Module, None] = {}  # in the order of their calls
         self._is_known = False
@@ -157,7 +166,14 @@ class _Loop:
             finally:
                 self._depth -= 1
 
+        made = Optimizer.__init__
+
+        def make(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            made(optimizer, *args, **kwargs)
+            self._made.add(optimizer)
+
         with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(Optimizer, "__init__", make))
             stack.callback(register_optimizer_step_pre_hook(self._update_begins).remove)
             stack.callback(register_optimizer_step_post_hook(self._update_ended).remove)
             stack.enter_context(mock.patch.object(nn.Module, "__call__", call))
@@ -198,12 +214,15 @@ class _Loop:
         self._updating = False
 
     def _find(self, optimizer: Optimizer) -> None:
-        """All optimizers are known when the last one has stepped for the second time."""
+        """All optimizers are known when all that the script made have stepped, and the last one steps again. One that has not
+        stepped for long may never do.
+        """
         if not any(optimizer is known for known in self._optimizers):
             update_together([optimizer])
             self._optimizers.append(optimizer)
         else:
-            self._is_known = self._is_known or optimizer is self._optimizers[-1]
+            waits = self.updates < _SELDOM and any(all(o is not known for known in self._optimizers) for o in self._made)
+            self._is_known = self._is_known or (optimizer is self._optimizers[-1] and not waits)
 
     def _observe(self) -> None:
         from lightning_memopt.batching.trials import NEVER_PLANNED

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_memopt
 from lightning_memopt import optimize
@@ -150,6 +151,22 @@ def test_the_longest_sample_fits_and_one_token_more_does_not(tmp_path: Path) -> 
     assert peak(on.longest) <= on.usable_nbytes < peak(on.longest + 1)
 
 
+def test_attention_and_dropout_within_torchs_own_attention_are_those_of_cuda() -> None:
+    layer = nn.MultiheadAttention(32, 4, dropout=0.1, batch_first=True, dtype=torch.bfloat16)
+    x = torch.randn(2, 8, 32, dtype=torch.bfloat16)
+    seen: list[str] = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    with Unfilled() as mode, Names(), CudaOperators(mode):
+        layer(x, x, x, need_weights=False)
+        layer(x, x, x, need_weights=True)
+    assert "aten::_scaled_dot_product_flash_attention" in seen and "aten::native_dropout" in seen
+
+
 def test_names_of_cards(tmp_path: Path) -> None:
     assert [c.name for c in cards_of([])] == list(CARDS)
     assert cards_of(["24GiB"])[0].usable_nbytes == (24 << 30) - CONTEXT_NBYTES
@@ -199,7 +216,7 @@ def saved_nbytes(function: Any, *tensors: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_with_dropout_saves_no_probabilities(dtype: torch.dtype, masked: bool) -> None:
     length, shape = 512, (2, 4, 512, 64)
-    with Unfilled() as mode, CudaOperators(mode.moves):
+    with Unfilled() as mode, CudaOperators(mode):
         q, k, v = (torch.empty(shape, dtype=dtype, requires_grad=True) for _ in range(3))
         mask = torch.ones(length, length, dtype=torch.bool).tril() if masked else None
 
@@ -216,7 +233,7 @@ def test_attention_with_dropout_saves_no_probabilities(dtype: torch.dtype, maske
 
 
 def test_attention_of_grouped_heads_and_of_odd_ones() -> None:
-    with Unfilled() as mode, CudaOperators(mode.moves):
+    with Unfilled() as mode, CudaOperators(mode):
         q = torch.empty(1, 8, 16, 60, dtype=torch.bfloat16, requires_grad=True)
         k = torch.empty(1, 2, 16, 60, dtype=torch.bfloat16, requires_grad=True)
         out = nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
@@ -226,7 +243,7 @@ def test_attention_of_grouped_heads_and_of_odd_ones() -> None:
 
 
 def test_dropout_saves_a_mask() -> None:
-    with Unfilled() as mode, CudaOperators(mode.moves):
+    with Unfilled() as mode, CudaOperators(mode):
         x = torch.empty(1000, requires_grad=True)
         assert saved_nbytes(lambda t: nn.functional.dropout(t, 0.1), x) == [1000]
         assert saved_nbytes(lambda t: nn.functional.dropout(t, 0.1, training=False), x) == []
@@ -234,7 +251,7 @@ def test_dropout_saves_a_mask() -> None:
 
 
 def test_what_is_moved_to_cuda_stays_here() -> None:
-    with Unfilled() as mode, CudaOperators(mode.moves):
+    with Unfilled() as mode, CudaOperators(mode):
         model = nn.Linear(4, 4, device="cuda").cuda().to("cuda:0")
         x = torch.ones(2, 4).to(torch.device("cuda"), torch.float64).to(device="cuda", dtype=torch.float32).cuda(0)
         assert model(x).device == model.weight.device == x.device == torch.device("cpu") and x.dtype == torch.float32

@@ -98,6 +98,51 @@ for _ in range(20):
     assert asked(tmp_path, text).purposes["weights"] == 2 * (64 * 64 + 64) * 4
 
 
+def test_an_optimizer_that_steps_seldom(tmp_path: Path) -> None:
+    text = """
+one, two = nn.Linear(64, 64), nn.Linear(64, 64)
+first, second = torch.optim.Adam(one.parameters()), torch.optim.Adam(two.parameters())
+unused = torch.optim.SGD(one.parameters(), lr=0.1)
+for n in range(90):
+    first.zero_grad(); second.zero_grad()
+    two(one(torch.randn(32, 64))).sum().backward()
+    first.step()
+    if n % 3 == 2:
+        second.step()
+"""
+    weights = 2 * (64 * 64 + 64) * 4
+    assert asked(tmp_path, text).purposes["optimizer state"] >= 2 * weights
+    assert (
+        asked(tmp_path, text.replace("if n % 3", "if False and n % 3").replace("90", "200")).purposes["weights"] >= weights // 2
+    )
+
+
+@pytest.mark.parametrize(
+    "moving",
+    [
+        "with torch.device('cuda'):\n    x = torch.ones(64, 256)",
+        "torch.set_default_device('cuda'); x = torch.ones(64, 256); torch.set_default_device(None)",
+        "x = torch.randn(1 << 22, 256)[:64].to('cuda')",
+        "x = torch.randn(1 << 22, 256)[:64].cuda(0)",
+        "torch.cuda.synchronize(); torch.cuda.current_stream().synchronize(); x = torch.randn(64, 256, device='cuda')",
+        "with torch.cuda.device(0):\n    x = torch.randn(64, 256).cuda(); x.record_stream(torch.cuda.current_stream())",
+    ],
+)
+def test_what_is_on_the_device(tmp_path: Path, moving: str) -> None:
+    """Of a data set on the host, the part that was moved."""
+    text = (
+        f"{moving}\nmodel = nn.Linear(256, 256).cuda()\no = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        + """
+for _ in range(9):
+    loss = model(x).square().mean()
+    if not torch.isfinite(loss) or torch.isnan(loss):
+        sys.exit("infinite")
+    o.zero_grad(); loss.backward(); o.step()
+"""
+    )
+    assert asked(tmp_path, text).peak_nbytes < 1 << 21
+
+
 def test_a_script_finds_its_arguments_and_changes_nothing_here(tmp_path: Path) -> None:
     text = (
         "import os\nassert __name__ == '__main__' and sys.argv[1:] == ['--lr', '1'], sys.argv\n"
@@ -133,7 +178,9 @@ def test_commands() -> None:
     assert script_of(["python3", "-u", "train.py", "-m", "x"]) == ("train.py", ["-m", "x"], False)
     assert script_of(["/usr/bin/python", "-m", "pkg.train", "--lr", "1"]) == ("pkg.train", ["--lr", "1"], True)
     assert script_of(["train.py"]) == ("train.py", [], False)
+    assert script_of(["python", "-W", "ignore", "train.py"])[0] == "train.py"
     for wrong, said in (
+        (["python", "-m", "torch.distributed.run", "train.py"], "starts other processes"),
         (["torchrun", "train.py"], "starts other processes"),
         (["python"], "names no script"),
         (["python", "-c", "1"], "names no"),
