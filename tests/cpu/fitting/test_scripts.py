@@ -174,6 +174,13 @@ def test_what_goes_wrong_in_a_script_is_said(tmp_path: Path, text: str, said: st
         asked(tmp_path, text)
 
 
+def test_the_table_says_how_to_ask_about_sizes(tmp_path: Path) -> None:
+    text = asked(tmp_path, MODEL + LOOP).table()
+    assert "The largest batch and length cannot be told: write {batch} and {length} in the command" in text
+    text = asked(tmp_path, MODEL + LOOP, "{batch}").table()
+    assert "largest batch │" in text and "The largest length cannot be told: write" in text
+
+
 def test_commands() -> None:
     assert script_of(["python3", "-u", "train.py", "-m", "x"]) == ("train.py", ["-m", "x"], False)
     assert script_of(["/usr/bin/python", "-m", "pkg.train", "--lr", "1"]) == ("pkg.train", ["--lr", "1"], True)
