@@ -178,7 +178,7 @@ def test_the_table_says_how_to_ask_about_sizes(tmp_path: Path) -> None:
     text = asked(tmp_path, MODEL + LOOP).table()
     assert "The largest batch and length cannot be told: write {batch} and {length} in the command" in text
     text = asked(tmp_path, MODEL + LOOP, "{batch}").table()
-    assert "largest batch │" in text and "The largest length cannot be told: write" in text
+    assert "largest batch ┃" in text and "The largest length cannot be told: write" in text
 
 
 def test_commands() -> None:
