@@ -7,6 +7,7 @@ called from outside of any other module while gradients are on. From then on, it
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import weakref
@@ -23,6 +24,7 @@ from lightning_memopt.device.pretending import cuda_is_here
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.fitting.operators import update_together
 from lightning_memopt.fitting.recording import STEPS, Observed
+from lightning_memopt.integrations.entries import trains
 
 if TYPE_CHECKING:
     from lightning_memopt.fitting.unfilled import Unfilled
@@ -77,7 +79,7 @@ def observed(command: Sequence[str], name: str, nbytes: int, mode: Unfilled) -> 
     from lightning_memopt.integrations.launch import run
 
     script, arguments, module = script_of(command)
-    loop = _Loop(mode)
+    loop, ended = _Loop(mode), "ended"
     remedy = "Run it by itself. If it trains, values that were not computed steer it: give package.module:function"
     with _as_main(), cuda_is_here(name, nbytes), loop.watched():
         torch.compiler.set_stance("force_eager")
@@ -89,6 +91,7 @@ def observed(command: Sequence[str], name: str, nbytes: int, mode: Unfilled) -> 
         except ConfigError as error:
             if not isinstance(error.__cause__, SystemExit):
                 raise
+            ended = f"exited with {error.__cause__.code!r}" if error.__cause__.code else ended
         finally:
             torch.compiler.set_stance("default")
     if loop.is_stuck:
@@ -98,7 +101,7 @@ def observed(command: Sequence[str], name: str, nbytes: int, mode: Unfilled) -> 
         )
     if not loop.is_done:
         raise ConfigError(
-            f"{script} ended after {loop.updates} updates; {loop.wanted} are needed. Give it more steps, or epochs."
+            f"{script} {ended} after {loop.updates} updates; {loop.wanted} are needed. Give it more steps, or epochs."
         )
     return Observed(loop.graph, loop.said, loop.host_nbytes)
 
@@ -130,7 +133,7 @@ class _Loop:
         self._called: dict[nn.Module, None] = {}  # in the order of their calls
         self._is_known = False
         self._depth = 0
-        self._thread = threading.get_ident()
+        self._thread, self._process = threading.get_ident(), os.getpid()
         self._run: Run | None = None
         self._updating = False
         self._forwards = 0  # since the last update
@@ -158,9 +161,9 @@ class _Loop:
         original = nn.Module.__call__
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != self._thread:
+            if threading.get_ident() != self._thread or os.getpid() != self._process:  # a loader's
                 return original(module, *args, **kwargs)
-            if self._depth == 0 and torch.is_grad_enabled() and module.training:
+            if self._depth == 0 and torch.is_grad_enabled() and module.training and trains(module):
                 self._forward(module)
             self._depth += 1
             try:

@@ -143,6 +143,30 @@ for _ in range(9):
     assert asked(tmp_path, text).peak_nbytes < 1 << 21
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_transforms_of_a_data_set_are_no_forwards(tmp_path: Path, workers: int) -> None:
+    """Transforms are modules, too, and are called once a sample, in workers as well."""
+    text = (
+        MODEL.replace("sys.argv", "[]")
+        + f"""
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+class Data(torch.utils.data.Dataset):
+    doubled = Doubled()
+    def __len__(self):
+        return 1500
+    def __getitem__(self, i):
+        return self.doubled(torch.ones(256))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(5):
+    for x in DataLoader(Data(), batch_size=1500, num_workers={workers}):
+        optimizer.zero_grad(); model(x.to(device)).sum().backward(); optimizer.step()
+"""
+    )
+    assert asked(tmp_path, text).purposes["weights"] == 8 * (256 * 256 + 256) * 4
+
+
 def test_a_script_finds_its_arguments_and_changes_nothing_here(tmp_path: Path) -> None:
     text = (
         "import os\nassert __name__ == '__main__' and sys.argv[1:] == ['--lr', '1'], sys.argv\n"
@@ -159,7 +183,7 @@ def test_a_script_finds_its_arguments_and_changes_nothing_here(tmp_path: Path) -
     ("text", "said"),
     [
         ("raise ValueError('no data')", "raised ValueError: no data"),
-        (MODEL + "sys.exit('no data')", "ended after 0 updates; 4 are needed"),
+        (MODEL + "sys.exit('no data')", "exited with 'no data' after 0 updates; 4 are needed"),
         (MODEL, "ended after 0 updates; 4 are needed"),
         (
             MODEL + "w = nn.Parameter(torch.zeros(4))\no = torch.optim.SGD([w], lr=0.1)\nfor _ in range(9):\n"
