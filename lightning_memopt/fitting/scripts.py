@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "mpirun", "srun")
 _LAUNCHING = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "lightning_memopt.launch")
 """Commands, and modules, that start other processes."""
+_NO_MODEL = "the script called no module that has what its optimizers update, so there is no model to plan. Give package.module:function."
 _PATIENCE = 1000
 """Maximum number of forwards from update to update. A script that trains by other means than an optimizer may never end,
 because no loss falls."""
@@ -99,6 +100,8 @@ def observed(command: Sequence[str], name: str, nbytes: int, mode: Unfilled) -> 
             f"{script} ran {_PATIENCE} forwards without a call of optimizer.step(), and nothing else ends a step. Give "
             "package.module:function."
         )
+    if loop.updates and not loop.has_forwards:
+        raise ConfigError(_NO_MODEL)
     if not loop.is_done:
         raise ConfigError(
             f"{script} {ended} after {loop.updates} updates; {loop.wanted} are needed. Give it more steps, or epochs."
@@ -145,6 +148,10 @@ class _Loop:
     @property
     def is_stuck(self) -> bool:
         return self._forwards >= _PATIENCE
+
+    @property
+    def has_forwards(self) -> bool:
+        return bool(self._called)
 
     @property
     def is_done(self) -> bool:
@@ -243,8 +250,5 @@ class _Loop:
         trained = {id(p) for o in self._optimizers for group in o.param_groups for p in group["params"]}
         models = [m for m in self._called if any(id(p) in trained for p in m.parameters())]
         if not models:
-            raise ConfigError(
-                "the script called no module that has what its optimizers update, so there is no model to plan. "
-                "Give package.module:function."
-            )
+            raise ConfigError(_NO_MODEL)
         return models[0] if len(models) == 1 else nn.ModuleList(models)

@@ -167,6 +167,14 @@ for epoch in range(5):
     assert asked(tmp_path, text).purposes["weights"] == 8 * (256 * 256 + 256) * 4
 
 
+def test_data_parallel_has_one_device(tmp_path: Path) -> None:
+    wrapped = MODEL + "model = nn.DataParallel(model).cuda()\n"
+    assert (
+        asked(tmp_path, wrapped + LOOP.replace("len(model) == 8 and ", "")).peak_nbytes
+        == asked(tmp_path, MODEL + LOOP).peak_nbytes
+    )
+
+
 def test_a_script_finds_its_arguments_and_changes_nothing_here(tmp_path: Path) -> None:
     text = (
         "import os\nassert __name__ == '__main__' and sys.argv[1:] == ['--lr', '1'], sys.argv\n"
@@ -190,8 +198,13 @@ def test_a_script_finds_its_arguments_and_changes_nothing_here(tmp_path: Path) -
             "    model(torch.randn(4, 256))\n    w.sum().backward()\n    o.step()\n",
             "called no module that has what its optimizers update",
         ),
+        (
+            MODEL + "o = torch.optim.SGD(model.parameters(), lr=0.1)\nfor _ in range(9):\n"
+            "    model[0][0].forward(torch.randn(4, 256)).sum().backward()\n    o.step()\n",
+            "called no module that has what its optimizers update",
+        ),
     ],
-    ids=["raises", "exits", "ends", "no model"],
+    ids=["raises", "exits", "ends", "no model", "no calls"],
 )
 def test_what_goes_wrong_in_a_script_is_said(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
