@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 _LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "mpirun", "srun")
 _LAUNCHING = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "lightning_memopt.launch")
 """Commands, and modules, that start other processes."""
-_NO_MODEL = "the script called no module that has what its optimizers update, so there is no model to plan. Give package.module:function."
 _PATIENCE = 1000
 """Maximum number of forwards from update to update. A script that trains by other means than an optimizer may never end,
 because no loss falls."""
@@ -101,7 +100,7 @@ def observed(command: Sequence[str], name: str, nbytes: int, mode: Unfilled) -> 
             "package.module:function."
         )
     if loop.updates and not loop.has_forwards:
-        raise ConfigError(_NO_MODEL)
+        raise _no_model()
     if not loop.is_done:
         raise ConfigError(
             f"{script} {ended} after {loop.updates} updates; {loop.wanted} are needed. Give it more steps, or epochs."
@@ -117,6 +116,13 @@ def _as_main() -> Iterator[None]:
         yield
     finally:
         sys.argv, sys.path[:], sys.modules["__main__"] = argv, path, main
+
+
+def _no_model() -> ConfigError:
+    return ConfigError(
+        "the script called no module that has what its optimizers update, so there is no model to plan. Give "
+        "package.module:function."
+    )
 
 
 class _Loop:
@@ -250,5 +256,5 @@ class _Loop:
         trained = {id(p) for o in self._optimizers for group in o.param_groups for p in group["params"]}
         models = [m for m in self._called if any(id(p) in trained for p in m.parameters())]
         if not models:
-            raise ConfigError(_NO_MODEL)
+            raise _no_model()
         return models[0] if len(models) == 1 else nn.ModuleList(models)
