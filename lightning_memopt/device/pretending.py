@@ -32,6 +32,7 @@ def cuda_is_here(name: str, nbytes: int) -> Iterator[None]:
                 if hasattr(module, asked):
                     stack.enter_context(mock.patch.object(module, asked, answer))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda t, *device: t))  # in loaders' threads, too
+        stack.enter_context(mock.patch.object(torch.nn.DataParallel, "forward", _on_one))
         stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda t, stream: None))
         yield
 
@@ -90,6 +91,11 @@ class _Stream:
     def _does_nothing(self, *args: Any) -> None: ...
 
     synchronize = wait_stream = wait_event = record = record_event = wait = _does_nothing
+
+
+def _on_one(parallel: Any, *inputs: Any, **kwargs: Any) -> Any:
+    """`DataParallel.forward` with one device, without its check that all parameters are there."""
+    return parallel.module(*inputs, **kwargs)
 
 
 def _always(value: Any) -> Any:

@@ -135,7 +135,9 @@ class Fit:
             )
         lines.append(render(table, 140))
         lines += [f"Assumed: {line}." for line in _assumed(self.assumed)]
-        lines += [f"The largest {size} is not known: {why.rstrip('.')}." for size, why in self.unsized.items() if why]
+        for why in filter(None, dict.fromkeys(self.unsized.values())):
+            sizes = " and ".join(size for size, other in self.unsized.items() if other == why)
+            lines.append(f"The largest {sizes} cannot be told: {why.rstrip('.')}.")
         lines.append(
             "Peaks are allocated bytes of a step that was recorded, not computed. Workspaces of the card's kernels, and "
             "fragmentation of its allocator, come on top. Times are ratios, from peak rates."
@@ -149,7 +151,7 @@ def fit(source: str | Sequence[str], cards: Sequence[str] = (), **options: Any) 
     source: `package.module:function` that returns (model, optimizer, step); the path of a config.json of transformers, or of
         its folder; the id of a model; or the words of a command that runs a training script: ["python", "train.py"].
     cards: names of profiles, files of rates, or bytes ("24GiB"); none: `fitting.cards.CARDS`.
-    options: how the model of a config is trained (`fitting.sources.Options`).
+    options: how the model of a config is trained (`fitting.options.Options`).
 
     Raises ConfigError if there is no such source or card, or if its step cannot be planned.
     """
@@ -177,7 +179,7 @@ def answered(source: Source, cards: Sequence[Card]) -> Fit:
     unsized: dict[str, str] = {}
     most: dict[str, list[Most]] = {}
     for size, here in (("batch", source.batch), ("length", source.length)):
-        fitted = _at_sizes(here, partial(_graph_at, source, sizes, size), graph)
+        fitted = source.unsized if here is None else _at_sizes(here, partial(_graph_at, source, sizes, size), graph)
         if isinstance(fitted, str):
             unsized[size] = fitted
             most[size] = [(None, None)] * len(cards)
@@ -203,12 +205,10 @@ def _graph_at(source: Source, sizes: dict[str, int], size: str, n: int) -> Graph
     return source.record(*(sizes | {size: n}).values()).graph
 
 
-def _at_sizes(here: int | None, graph_at: Callable[[int], Graph], graph: Graph) -> StepFit | str:
+def _at_sizes(here: int, graph_at: Callable[[int], Graph], graph: Graph) -> StepFit | str:
     """The step at any size, from two; `here` is the one of `graph`. If it is another step at another size: how they differ. One
     sample is often another step than two.
     """
-    if here is None:
-        return "the source alone says it"
     different = ""
     graphs = {here: graph}
     for small, large in ((here, 2 * here), (2 * here, 3 * here)):

@@ -7,6 +7,7 @@ called from outside of any other module while gradients are on. From then on, it
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import weakref
@@ -22,7 +23,8 @@ from lightning_memopt.bench import user_code
 from lightning_memopt.device.pretending import cuda_is_here
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.fitting.operators import update_together
-from lightning_memopt.fitting.recording import Observed
+from lightning_memopt.fitting.recording import STEPS, Observed
+from lightning_memopt.integrations.entries import trains
 
 if TYPE_CHECKING:
     from lightning_memopt.fitting.unfilled import Unfilled
@@ -30,14 +32,11 @@ if TYPE_CHECKING:
     from lightning_memopt.integrations.plain import Run
 
 _LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "mpirun", "srun")
-
-
 _LAUNCHING = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "lightning_memopt.launch")
+"""Commands, and modules, that start other processes."""
 _PATIENCE = 1000
 """Maximum number of forwards from update to update. A script that trains by other means than an optimizer may never end,
 because no loss falls."""
-
-
 _SELDOM = 32
 """Number of updates after which an optimizer that has not stepped is taken to be unused."""
 
@@ -52,8 +51,7 @@ def script_of(command: Sequence[str]) -> tuple[str, list[str], bool]:
     Raises ConfigError if the command runs no script by Python.
     """
     words = list(command)
-    if words and words[0].rpartition("/")[2] in _LAUNCHERS:
-        raise ConfigError(f"{words[0]} starts other processes, which cannot be recorded. Give `python` and the script itself.")
+    launcher = words[0] if words and words[0].rpartition("/")[2] in _LAUNCHERS else ""
     if words and words[0].rpartition("/")[2].startswith("python"):
         del words[0]
         while words and words[0].startswith("-") and words[0] not in ("-m", "-c"):
@@ -61,15 +59,17 @@ def script_of(command: Sequence[str]) -> tuple[str, list[str], bool]:
     module = words[:1] == ["-m"]
     if module:
         del words[0]
-    if module and words and words[0] in _LAUNCHING:
-        raise ConfigError(f"{words[0]} starts other processes, which cannot be recorded. Give `python` and the script itself.")
+    if launcher or (module and words and words[0] in _LAUNCHING):
+        raise ConfigError(
+            f"{launcher or words[0]} starts other processes, which cannot be recorded. Give `python` and the script itself."
+        )
     if not words or words[0].startswith("-"):
         raise ConfigError(f"{' '.join(command)!r} names no script. Give `python train.py` and its arguments.")
     return words[0], words[1:], module
 
 
-def observed(command: Sequence[str], name: str, nbytes: int, steps: int, mode: Unfilled) -> Observed:
-    """The last of so many steps of a script.
+def observed(command: Sequence[str], name: str, nbytes: int, mode: Unfilled) -> Observed:
+    """The last of a few steps of a script.
 
     name, nbytes: of the device that it finds.
     mode: is on.
@@ -79,7 +79,7 @@ def observed(command: Sequence[str], name: str, nbytes: int, steps: int, mode: U
     from lightning_memopt.integrations.launch import run
 
     script, arguments, module = script_of(command)
-    loop = _Loop(steps, mode)
+    loop, ended = _Loop(mode), "ended"
     remedy = "Run it by itself. If it trains, values that were not computed steer it: give package.module:function"
     with _as_main(), cuda_is_here(name, nbytes), loop.watched():
         torch.compiler.set_stance("force_eager")
@@ -91,6 +91,7 @@ def observed(command: Sequence[str], name: str, nbytes: int, steps: int, mode: U
         except ConfigError as error:
             if not isinstance(error.__cause__, SystemExit):
                 raise
+            ended = f"exited with {error.__cause__.code!r}" if error.__cause__.code else ended
         finally:
             torch.compiler.set_stance("default")
     if loop.is_stuck:
@@ -98,9 +99,11 @@ def observed(command: Sequence[str], name: str, nbytes: int, steps: int, mode: U
             f"{script} ran {_PATIENCE} forwards without a call of optimizer.step(), and nothing else ends a step. Give "
             "package.module:function."
         )
-    if loop.updates < loop.wanted:
+    if loop.updates and not loop.has_forwards:
+        raise _no_model()
+    if not loop.is_done:
         raise ConfigError(
-            f"{script} ended after {loop.updates} updates; {loop.wanted} are needed. Give it more steps, or epochs."
+            f"{script} {ended} after {loop.updates} updates; {loop.wanted} are needed. Give it more steps, or epochs."
         )
     return Observed(loop.graph, loop.said, loop.host_nbytes)
 
@@ -115,6 +118,13 @@ def _as_main() -> Iterator[None]:
         sys.argv, sys.path[:], sys.modules["__main__"] = argv, path, main
 
 
+def _no_model() -> ConfigError:
+    return ConfigError(
+        "the script called no module that has what its optimizers update, so there is no model to plan. Give "
+        "package.module:function."
+    )
+
+
 class _Loop:
     """The training loop of a script: finds its model and its optimizers, then observes it.
 
@@ -124,15 +134,15 @@ class _Loop:
     host_nbytes: bytes of the process that would not be on the card.
     """
 
-    def __init__(self, steps: int, mode: Unfilled) -> None:
-        self._steps, self._mode = steps, mode
+    def __init__(self, mode: Unfilled) -> None:
+        self._steps, self._mode = STEPS, mode  # the number of steps that are still to be recorded
         self._saw_begin = True
         self._made = weakref.WeakSet[Optimizer]()
         self._optimizers: list[Optimizer] = []
         self._called: dict[nn.Module, None] = {}  # in the order of their calls
         self._is_known = False
         self._depth = 0
-        self._thread = threading.get_ident()
+        self._thread, self._process = threading.get_ident(), os.getpid()
         self._run: Run | None = None
         self._updating = False
         self._forwards = 0  # since the last update
@@ -143,12 +153,20 @@ class _Loop:
 
     @property
     def is_stuck(self) -> bool:
-        return self._forwards == _PATIENCE
+        return self._forwards >= _PATIENCE
+
+    @property
+    def has_forwards(self) -> bool:
+        return bool(self._called)
+
+    @property
+    def is_done(self) -> bool:
+        return self._steps == 0
 
     @property
     def wanted(self) -> int:
-        """Number of updates after which the script is left."""
-        return (2 + self._steps) * max(1, len(self._optimizers))
+        """Number of updates after which the script is left, if no optimizer steps more often than another."""
+        return max((2 + STEPS) * max(1, len(self._made)), self.updates + 1)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -156,9 +174,9 @@ class _Loop:
         original = nn.Module.__call__
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != self._thread:
+            if threading.get_ident() != self._thread or os.getpid() != self._process:  # a loader's
                 return original(module, *args, **kwargs)
-            if self._depth == 0 and torch.is_grad_enabled() and module.training:
+            if self._depth == 0 and torch.is_grad_enabled() and module.training and trains(module):
                 self._forward(module)
             self._depth += 1
             try:
@@ -193,7 +211,7 @@ class _Loop:
     def _forward(self, module: nn.Module) -> None:
         """A module is called from outside of all others."""
         self._forwards += 1
-        if self._steps == 0 or self._forwards == _PATIENCE:
+        if self.is_done or self.is_stuck:
             raise _Recorded
         if self._run is None:
             self._called[module] = None
@@ -238,8 +256,5 @@ class _Loop:
         trained = {id(p) for o in self._optimizers for group in o.param_groups for p in group["params"]}
         models = [m for m in self._called if any(id(p) in trained for p in m.parameters())]
         if not models:
-            raise ConfigError(
-                "the script called no module that has what its optimizers update, so there is no model to plan. "
-                "Give package.module:function."
-            )
+            raise _no_model()
         return models[0] if len(models) == 1 else nn.ModuleList(models)

@@ -12,7 +12,7 @@ from lightning_memopt.bench import user_code
 from lightning_memopt.errors import ConfigError, needing
 from lightning_memopt.fitting import scripts
 from lightning_memopt.fitting.options import DTYPES, OPTIMIZERS, TASKS, Options
-from lightning_memopt.fitting.recording import STEPS, Recorded, record, recorded
+from lightning_memopt.fitting.recording import Recorded, record, recorded
 
 if TYPE_CHECKING:
     from lightning_memopt.bench.subject import Training
@@ -31,12 +31,14 @@ class Source:
     record: records a step of so many samples, of so many tokens.
     batch: samples of its step; None: the source says, and no other number can be asked about.
     length: tokens of a sample; None: the same.
+    unsized: why sizes are None.
     """
 
     name: str
     record: Callable[[int, int], Recorded]
     batch: int | None = None
     length: int | None = None
+    unsized: str = ""
 
 
 def source_of(spec: str | Sequence[str], options: Options, device: tuple[str, int]) -> Source:
@@ -58,7 +60,7 @@ def source_of(spec: str | Sequence[str], options: Options, device: tuple[str, in
 
 def of_training(name: str, build: Callable[[int], Training], batch: int | None) -> Source:
     """A training that a function makes for any number of samples."""
-    return Source(name, lambda n, _: record(partial(build, n), cuda=True), batch)
+    return Source(name, lambda n, _: record(partial(build, n), cuda=True), batch, unsized="the function alone knows it")
 
 
 def _of_script(command: list[str], options: Options, device: tuple[str, int]) -> Source:
@@ -68,9 +70,10 @@ def _of_script(command: list[str], options: Options, device: tuple[str, int]) ->
 
     def recording(batch: int, length: int) -> Recorded:
         words = [word.replace("{batch}", str(batch)).replace("{length}", str(length)) for word in command]
-        return recorded(lambda mode: scripts.observed(words, *device, STEPS, mode), cuda=True)
+        return recorded(lambda mode: scripts.observed(words, *device, mode), cuda=True)
 
-    return Source(" ".join(command), recording, **{size: getattr(options, size) for size in taken})
+    hint = "write {batch} and {length} in the command where the script takes them"
+    return Source(" ".join(command), recording, **{size: getattr(options, size) for size in taken}, unsized=hint)
 
 
 def _of_function(spec: str, options: Options) -> Source:

@@ -143,6 +143,38 @@ for _ in range(9):
     assert asked(tmp_path, text).peak_nbytes < 1 << 21
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_transforms_of_a_data_set_are_no_forwards(tmp_path: Path, workers: int) -> None:
+    """Transforms are modules, too, and are called once a sample, in workers as well."""
+    text = (
+        MODEL.replace("sys.argv", "[]")
+        + f"""
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+class Data(torch.utils.data.Dataset):
+    doubled = Doubled()
+    def __len__(self):
+        return 1500
+    def __getitem__(self, i):
+        return self.doubled(torch.ones(256))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(5):
+    for x in DataLoader(Data(), batch_size=1500, num_workers={workers}):
+        optimizer.zero_grad(); model(x.to(device)).sum().backward(); optimizer.step()
+"""
+    )
+    assert asked(tmp_path, text).purposes["weights"] == 8 * (256 * 256 + 256) * 4
+
+
+def test_data_parallel_has_one_device(tmp_path: Path) -> None:
+    wrapped = MODEL + "model = nn.DataParallel(model).cuda()\n"
+    assert (
+        asked(tmp_path, wrapped + LOOP.replace("len(model) == 8 and ", "")).peak_nbytes
+        == asked(tmp_path, MODEL + LOOP).peak_nbytes
+    )
+
+
 def test_a_script_finds_its_arguments_and_changes_nothing_here(tmp_path: Path) -> None:
     text = (
         "import os\nassert __name__ == '__main__' and sys.argv[1:] == ['--lr', '1'], sys.argv\n"
@@ -159,19 +191,31 @@ def test_a_script_finds_its_arguments_and_changes_nothing_here(tmp_path: Path) -
     ("text", "said"),
     [
         ("raise ValueError('no data')", "raised ValueError: no data"),
-        (MODEL + "sys.exit('no data')", "ended after 0 updates; 4 are needed"),
+        (MODEL + "sys.exit('no data')", "exited with 'no data' after 0 updates; 4 are needed"),
         (MODEL, "ended after 0 updates; 4 are needed"),
         (
             MODEL + "w = nn.Parameter(torch.zeros(4))\no = torch.optim.SGD([w], lr=0.1)\nfor _ in range(9):\n"
             "    model(torch.randn(4, 256))\n    w.sum().backward()\n    o.step()\n",
             "called no module that has what its optimizers update",
         ),
+        (
+            MODEL + "o = torch.optim.SGD(model.parameters(), lr=0.1)\nfor _ in range(9):\n"
+            "    model[0][0].forward(torch.randn(4, 256)).sum().backward()\n    o.step()\n",
+            "called no module that has what its optimizers update",
+        ),
     ],
-    ids=["raises", "exits", "ends", "no model"],
+    ids=["raises", "exits", "ends", "no model", "no calls"],
 )
 def test_what_goes_wrong_in_a_script_is_said(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         asked(tmp_path, text)
+
+
+def test_the_table_says_how_to_ask_about_sizes(tmp_path: Path) -> None:
+    text = asked(tmp_path, MODEL + LOOP).table()
+    assert "The largest batch and length cannot be told: write {batch} and {length} in the command" in text
+    text = asked(tmp_path, MODEL + LOOP, "{batch}").table()
+    assert "largest batch ┃" in text and "The largest length cannot be told: write" in text
 
 
 def test_commands() -> None:
