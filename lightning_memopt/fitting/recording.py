@@ -6,12 +6,13 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
 
 from lightning_memopt.batching.trials import NEVER_PLANNED
+from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.fitting.autocast import cuda_autocast
 from lightning_memopt.fitting.operators import CudaOperators, update_together, without_checkpointing
@@ -20,6 +21,7 @@ from lightning_memopt.graph import OUTSIDE, Graph, Tensor
 
 if TYPE_CHECKING:
     from lightning_memopt.bench.subject import Training
+    from lightning_memopt.integrations.plain import Run
 
 CHECKPOINTED = "gradient checkpointing"
 """What is taken off, since a plan replaces it."""
@@ -59,6 +61,18 @@ class Observed:
 
 Observe = Callable[[Unfilled], Observed]
 """Runs steps, and observes them."""
+
+
+def observing() -> MemOptConfig:
+    """The options of a run that observes steps, and plans none."""
+    return MemOptConfig(budget="min", profile_steps=NEVER_PLANNED, verify=False, verbose=False)
+
+
+def observed_by(run: Run, host_nbytes: int) -> Observed:
+    """What a run of `observing` has observed."""
+    status = run.status()  # a step of another size, as the last batch of an epoch is, begins the observation anew
+    graph = status.graph if status.plan is not None else run.session.observed_graph
+    return Observed(graph, f"{status.reason} {status.remedy}".strip(), host_nbytes)
 
 
 def record(build: Callable[[], Training], cuda: bool = False) -> Recorded:
@@ -115,12 +129,10 @@ def _observed(build: Callable[[], Training], cuda: bool, mode: Unfilled) -> Obse
     training = build()
     if cuda:
         update_together([training.optimizer] if isinstance(training.optimizer, Optimizer) else training.optimizer)
-    options: dict[str, Any] = {"budget": "min", "profile_steps": NEVER_PLANNED, "verify": False, "verbose": False}
-    with optimize(training.model, training.optimizer, **options) as run:
+    with optimize(training.model, training.optimizer, config=observing()) as run:
         for _ in range(STEPS):
             training.step()
-        status = run.status()
-        return Observed(run.session.observed_graph, f"{status.reason} {status.remedy}".strip(), before_nbytes)
+        return observed_by(run, before_nbytes)
 
 
 def _without(graph: Graph, host_nbytes: int) -> Graph:

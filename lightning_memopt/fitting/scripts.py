@@ -23,12 +23,11 @@ from lightning_memopt.bench import user_code
 from lightning_memopt.device.pretending import cuda_is_here
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.fitting.operators import update_together
-from lightning_memopt.fitting.recording import STEPS, Observed
+from lightning_memopt.fitting.recording import STEPS, Observed, observed_by, observing
 from lightning_memopt.integrations.entries import trains
 
 if TYPE_CHECKING:
     from lightning_memopt.fitting.unfilled import Unfilled
-    from lightning_memopt.graph import Graph
     from lightning_memopt.integrations.plain import Run
 
 _LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "mpirun", "srun")
@@ -81,8 +80,8 @@ def observed(command: Sequence[str], name: str, nbytes: int, mode: Unfilled) -> 
     script, arguments, module = script_of(command)
     loop, ended = _Loop(mode), "ended"
     remedy = "Run it by itself. If it trains, values that were not computed steer it: give package.module:function"
-    with _as_main(), cuda_is_here(name, nbytes), loop.watched():
-        torch.compiler.set_stance("force_eager")
+    eager = torch.compiler.set_stance("force_eager")  # it imports Dynamo, which keeps the `Module.__call__` that it finds
+    with _as_main(), eager, cuda_is_here(name, nbytes), loop.watched():
         try:
             with user_code.in_user_code(f"{script}, run without its values,", remedy), contextlib.redirect_stdout(sys.stderr):
                 run(script, arguments, module)
@@ -92,8 +91,6 @@ def observed(command: Sequence[str], name: str, nbytes: int, mode: Unfilled) -> 
             if not isinstance(error.__cause__, SystemExit):
                 raise
             ended = f"exited with {error.__cause__.code!r}" if error.__cause__.code else ended
-        finally:
-            torch.compiler.set_stance("default")
     if loop.is_stuck:
         raise ConfigError(
             f"{script} ran {_PATIENCE} forwards without a call of optimizer.step(), and nothing else ends a step. Give "
@@ -105,17 +102,19 @@ def observed(command: Sequence[str], name: str, nbytes: int, mode: Unfilled) -> 
         raise ConfigError(
             f"{script} {ended} after {loop.updates} updates; {loop.wanted} are needed. Give it more steps, or epochs."
         )
-    return Observed(loop.graph, loop.said, loop.host_nbytes)
+    assert loop.observed is not None
+    return loop.observed
 
 
 @contextlib.contextmanager
 def _as_main() -> Iterator[None]:
     """Undoes what running a script changes in the interpreter."""
-    argv, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:], sys.modules["__main__"] = argv, path, main
+    main = sys.modules["__main__"]
+    with mock.patch.object(sys, "argv", sys.argv), mock.patch.object(sys, "path", list(sys.path)):
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
 
 
 def _no_model() -> ConfigError:
@@ -128,10 +127,9 @@ def _no_model() -> ConfigError:
 class _Loop:
     """The training loop of a script: finds its model and its optimizers, then observes it.
 
-    graph: of its last step.
-    said: why there is none.
+    observed: its last step, as soon as the loop was left.
     updates: number of calls of `optimizer.step()` so far.
-    host_nbytes: bytes of the process that would not be on the card.
+    has_forwards: whether a module that trains was called.
     """
 
     def __init__(self, mode: Unfilled) -> None:
@@ -146,18 +144,13 @@ class _Loop:
         self._run: Run | None = None
         self._updating = False
         self._forwards = 0  # since the last update
-        self.graph: Graph | None = None
-        self.said = ""
+        self.observed: Observed | None = None
         self.updates = 0
-        self.host_nbytes = 0
+        self.has_forwards = False
 
     @property
     def is_stuck(self) -> bool:
         return self._forwards >= _PATIENCE
-
-    @property
-    def has_forwards(self) -> bool:
-        return bool(self._called)
 
     @property
     def is_done(self) -> bool:
@@ -199,18 +192,20 @@ class _Loop:
             yield
 
     def close(self) -> None:
-        """End the observation. What was recorded is in `graph` and `said`."""
+        """End the observation. What was recorded is in `observed`. Afterwards, forwards are none of the loop's, even if a
+        library that was imported within keeps calling the replaced `Module.__call__`.
+        """
         if self._run is not None:
-            status = self._run.status()  # it may have planned a step of another size, as the last batch of an epoch is
-            self.graph = status.graph if status.plan is not None else self._run.session.observed_graph
-            self.said = f"{status.reason} {status.remedy}".strip()
-            self.host_nbytes = self._mode.host_nbytes
+            self.observed = observed_by(self._run, self._mode.host_nbytes)
             self._run.close()
-            self._run = None
+        self._run, self._thread = None, 0
+        self._called.clear()
+        self._optimizers.clear()
 
     def _forward(self, module: nn.Module) -> None:
         """A module is called from outside of all others."""
         self._forwards += 1
+        self.has_forwards = True
         if self.is_done or self.is_stuck:
             raise _Recorded
         if self._run is None:
@@ -243,13 +238,10 @@ class _Loop:
             self._is_known = self._is_known or (optimizer is self._optimizers[-1] and not waits)
 
     def _observe(self) -> None:
-        from lightning_memopt.batching.trials import NEVER_PLANNED
-        from lightning_memopt.config import MemOptConfig
         from lightning_memopt.integrations.plain import open_run
 
-        config = MemOptConfig(budget="min", profile_steps=NEVER_PLANNED, verify=False, verbose=False)
         self._saw_begin = not self._updating  # not if this forward is in the closure of an update
-        self._run = open_run(self._model(), self._optimizers, config)
+        self._run = open_run(self._model(), self._optimizers, observing())
 
     def _model(self) -> nn.Module:
         """The module that was called, or a list of them. Raises ConfigError if none of them has what is trained."""

@@ -185,6 +185,7 @@ def test_a_script_finds_its_arguments_and_changes_nothing_here(tmp_path: Path) -
     asked(tmp_path, text, "--lr", "1")
     assert before[:3] == (sys.argv, sys.path, sys.modules["__main__"]) and torch.equal(before[3], torch.get_rng_state())
     assert nn.Module.__call__.__name__ == "_wrapped_call_impl"
+    assert torch._dynamo.utils.unpatched_nn_module_call is nn.Module.__call__, "what was imported meanwhile holds the script"
 
 
 @pytest.mark.parametrize(
