@@ -19,7 +19,7 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ class Model:
     _seconds: dict[tuple[Price, int], Any] = field(default_factory=dict)
 
     def unmodified(self) -> int:
-        return largest(lambda size: unmodified_peak(self.fit.at(size)) <= self.budget_nbytes, 1, MOST)
+        return largest(cache(lambda size: unmodified_peak(self.fit.at(size))), self.budget_nbytes, 1, MOST)
 
     def seconds(self, price: Price, size: int) -> Any:
         """Of every op at this size."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 from lightning_memopt.batching.fit import StepFit
 from lightning_memopt.errors import InfeasibleError
@@ -27,21 +28,24 @@ _POOL = 32
 """Maximum number of plans of a frontier that are priced at other sizes."""
 
 
-def largest(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """The largest size in [low, high] that fits; 0 if `low` does not. The sizes that fit must be an interval from `low`."""
-    if high < low or not fits(low):
+def largest(peak: Callable[[int], int], budget_nbytes: int, low: int, high: int) -> int:
+    """The largest size in [low, high] whose peak is within the budget; 0 if that of `low` is not. Peaks must not fall.
+
+    They grow nearly on a line: two tries on it, then one in the middle.
+    """
+    if high < low or peak(low) > budget_nbytes:
         return 0
-    step = 1
-    while low + step <= high and fits(low + step):
-        low += step
-        step *= 2
-    high = min(high, low + step - 1)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
+    if peak(high) <= budget_nbytes:
+        return high
+    tries = 0
+    while high - low > 1:
+        tries += 1
+        on_line = low + (high - low) * (budget_nbytes - peak(low)) // (peak(high) - peak(low))
+        size = (low + high) // 2 if tries % 3 == 0 else min(max(on_line, low + 1), high - 1)
+        if peak(size) <= budget_nbytes:
+            low = size
         else:
-            high = middle - 1
+            high = size
     return low
 
 
@@ -63,20 +67,20 @@ class Plans:
         largest of those, it may fit even larger ones.
         """
 
-        def fits_with(lives: Lives) -> Callable[[int], bool]:
-            return lambda size: self.needs(size, lives) <= budget_nbytes
+        def needed(lives: Lives) -> Callable[[int], int]:
+            return cache(lambda size: self.needs(size, lives))
 
         size = fitting_size
         for _ in range(_ROUNDS):
             if size >= cap:
                 break
             start = max(size, 1)
-            larger_size = largest(fits_with(self.smallest(start)), start, cap)
+            larger_size = largest(needed(self.smallest(start)), budget_nbytes, start, cap)
             if larger_size <= size:
                 break
             size = larger_size
         # the smallest plan of a size itself may need less than the smallest plan of the size below it
-        while size < cap and fits_with(self.smallest(size + 1))(size + 1):
+        while size < cap and self.needs(size + 1, self.smallest(size + 1)) <= budget_nbytes:
             size += 1
         return size
 

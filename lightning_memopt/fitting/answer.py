@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_memopt.batching.fit import FitError, StepFit
 from lightning_memopt.batching.fit import fit as fit_step
+from lightning_memopt.batching.plans import largest
 from lightning_memopt.errors import ConfigError, InfeasibleError
 from lightning_memopt.fitting.cards import CONTEXT_NBYTES, Card, cards_of
 from lightning_memopt.fitting.options import Options
@@ -244,32 +245,11 @@ def _most(sizes: StepFit, cards: Sequence[Card], cap: int) -> list[Most]:
 
     def most(lives: tuple[Life, ...]) -> list[int]:
         peak = cache(lambda n: simulate(sizes.at(n), lives).predicted.peak_nbytes)
-        return [_largest(peak, card.usable_nbytes, cap) for card in cards]
+        return [largest(peak, card.usable_nbytes, 1, cap) for card in cards]
 
     plain = most(keep_all(sizes.large))
     planned = most(planner.smallest(sizes.at(max(1, *plain))).lives)
     return [(n, max(n, by_plan)) for n, by_plan in zip(plain, planned, strict=True)]
-
-
-def _largest(peak: Callable[[int], int], usable_nbytes: int, cap: int) -> int:
-    """The largest size, at most `cap`, whose peak is usable; 0 if none is. Peaks grow, nearly on a line: two tries on it, then
-    one in the middle.
-    """
-    low, high = 1, cap
-    if peak(low) > usable_nbytes:
-        return 0
-    if peak(high) <= usable_nbytes:
-        return high
-    tries = 0
-    while high - low > 1:
-        tries += 1
-        on_line = low + (high - low) * (usable_nbytes - peak(low)) // (peak(high) - peak(low))
-        size = (low + high) // 2 if tries % 3 == 0 else min(max(on_line, low + 1), high - 1)
-        if peak(size) <= usable_nbytes:
-            low = size
-        else:
-            high = size
-    return low
 
 
 def _counted(recorded: Recorded) -> dict[str, int]:

@@ -161,17 +161,28 @@ def test_sizes_of_elements(dtype: str, nbytes: int | None) -> None:
     assert itemsize(dtype) == nbytes
 
 
-@pytest.mark.parametrize("true", [0, 1, 2, 3, 7, 31, 32, 33, 100])
-def test_the_largest_that_fits(true: int) -> None:
-    asked: list[int] = []
+CURVES = {
+    "line": lambda n: 100 + 7 * n,
+    "steps": lambda n: 100 + 7 * (n // 5),
+    "square": lambda n: 5 + n * n,
+    "cube": lambda n: n**3,
+    "fits or not": lambda n: 1234 * (n > 37),
+}
 
-    def fits(size: int) -> bool:
-        asked.append(size)
-        return size <= true
 
-    assert largest(fits, 1, 100) == true
-    assert len(asked) <= 16
-    assert largest(lambda size: size <= true, 1, 20) == min(true, 20)
+@pytest.mark.parametrize("curve", CURVES.values(), ids=CURVES)
+def test_the_largest_that_fits(curve: Callable[[int], int]) -> None:
+    asked: set[int] = set()
+
+    def peak(size: int) -> int:
+        asked.add(size)
+        return curve(size)
+
+    for budget in (0, 1, 99, 107, 1000, 12345, 1 << 40):
+        asked.clear()
+        assert largest(peak, budget, 1, 500) == max((n for n in range(1, 501) if curve(n) <= budget), default=0)
+        assert len(asked) <= 2 + 3 * 9
+    assert largest(curve, 1 << 40, 5, 4) == 0
 
 
 def test_the_largest_planned_size_is_that_of_all_sizes_tried() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from lightning_memopt import optimize
 from lightning_memopt.bench.subject import Training
 from lightning_memopt.cli import main
 from lightning_memopt.errors import ConfigError
-from lightning_memopt.fitting.answer import Fit, OnCard, _largest, answered
+from lightning_memopt.fitting.answer import Fit, OnCard, answered
 from lightning_memopt.fitting.cards import CARDS, CONTEXT_NBYTES, Card, cards_of
 from lightning_memopt.fitting.operators import CudaOperators, update_together
 from lightning_memopt.fitting.options import Options
@@ -101,13 +100,6 @@ def test_the_peak_is_that_of_the_step_that_runs() -> None:
     found = alone(record(lambda: chain(512), cuda=True).graph)
     workspaces = max(op.workspace_nbytes for op in real.ops)
     assert expected - workspaces <= simulate(found, keep_all(found)).predicted.peak_nbytes <= expected
-
-
-@pytest.mark.parametrize("curve", [lambda n: 100 + 7 * n, lambda n: 5 + n * n, lambda n: 100 + 7 * (n // 5), lambda n: n**3])
-def test_the_largest_size_is_found(curve: Callable[[int], int]) -> None:
-    for usable in (0, 1, 99, 107, 1000, 12345, 1 << 40):
-        expected = max((n for n in range(1, 501) if curve(n) <= usable), default=0)
-        assert _largest(curve, usable, 500) == expected
 
 
 def test_the_table_and_json(asked: Fit) -> None:
