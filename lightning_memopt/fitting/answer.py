@@ -279,7 +279,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[OnCard], Most]], ...] = (
 
 def _assumed(assumed: dict[str, int]) -> list[str]:
     texts = {
-        "aten::_local_scalar_dense": "numbers that the step asked of tensors without bytes are 1.0, 0 or False",
+        "aten::_local_scalar_dense": "numbers asked of tensors without bytes are 1.0 or 0, and conditions on all of them hold",
         CHECKPOINTED: "gradient checkpointing is off, since a plan replaces it",
         "aten::topk": "topk of scores without bytes takes all equally often, as a balanced router of experts",
     }

@@ -51,7 +51,7 @@ class Card:
         read = [graph.tensors[t] for t in {*op.inputs, *written}]
         dtypes = {t.dtype for t in read}
         dtype = next((d for d in ("float32", "bfloat16", "float16") if d in dtypes), "float32")
-        return self.device.op_seconds(op.flops, sum(t.nbytes for t in read), dtype)
+        return self.device.op_seconds(op.flops, sum(t.nbytes for t in read), dtype, op.name)
 
 
 def cards_of(names: Sequence[str]) -> tuple[Card, ...]:

@@ -25,6 +25,8 @@ _DROPOUTS = (torch.dropout, torch.nn.functional.dropout)
 _HALF = (torch.bfloat16, torch.float16)
 _OF_DEVICES = (torch.device, parse_to)
 """Functions that return a device: it is the one that was asked for, until a tensor is made on it or moved to it."""
+_READS = (torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist)
+"""Functions that give all values to user code. No dispatch mode sees them."""
 _LARGEST_HEAD = 256
 """The largest head that flash attention has kernels for."""
 _ONE_BY_ONE = ("Adafactor", "Muon", "LBFGS", "SparseAdam")
@@ -45,6 +47,8 @@ class CudaOperators(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return self._moved(args[0])
+        if func in _READS:
+            self._mode.answers(args[0])
         if func in (torch.isfinite, torch.Tensor.isfinite) and self._mode.is_unfilled(args[0]):
             return torch.ones(args[0].size(), dtype=torch.bool)
         if kwargs.get("device") is None and func in makers_on_default_device() and _is_cuda(default_device()):
