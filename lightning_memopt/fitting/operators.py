@@ -33,10 +33,10 @@ _ONE_BY_ONE = ("Adafactor", "Muon", "LBFGS", "SparseAdam")
 """Optimizers that update one parameter after the other on CUDA, too, unless they are asked for more."""
 
 
-class CudaOperators(TorchFunctionMode):
-    """Within, attention and dropout are those of CUDA, and what is made on or moved to a CUDA device is on the CPU.
+class Reads(TorchFunctionMode):
+    """Within, tensors whose values user code reads all at once have values.
 
-    mode: is told of these tensors.
+    mode: gives them.
     """
 
     def __init__(self, mode: Unfilled) -> None:
@@ -44,11 +44,21 @@ class CudaOperators(TorchFunctionMode):
         self._mode = mode
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in _READS:
+            self._mode.answers(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+class CudaOperators(Reads):
+    """Within, attention and dropout are those of CUDA, too, and what is made on or moved to a CUDA device is on the CPU.
+
+    mode: is told of these tensors.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return self._moved(args[0])
-        if func in _READS:
-            self._mode.answers(args[0])
         if func in (torch.isfinite, torch.Tensor.isfinite) and self._mode.is_unfilled(args[0]):
             return torch.ones(args[0].size(), dtype=torch.bool)
         if kwargs.get("device") is None and func in makers_on_default_device() and _is_cuda(default_device()):
@@ -64,7 +74,7 @@ class CudaOperators(TorchFunctionMode):
         if func is torch.nn.functional.multi_head_attention_forward:  # this mode is off in what it calls
             with mock.patch.multiple(torch.nn.functional, scaled_dot_product_attention=_attention, dropout=_dropout):
                 return func(*args, **kwargs)
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
     def _moved(self, made: Any) -> Any:
         """What was moved to the card. A part of a tensor on the host is copied, as it would be."""

@@ -15,7 +15,7 @@ from lightning_memopt.batching.trials import NEVER_PLANNED
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.fitting.autocast import cuda_autocast
-from lightning_memopt.fitting.operators import CudaOperators, update_together, without_checkpointing
+from lightning_memopt.fitting.operators import CudaOperators, Reads, update_together, without_checkpointing
 from lightning_memopt.fitting.unfilled import Unfilled
 from lightning_memopt.graph import OUTSIDE, Graph, Tensor
 
@@ -90,7 +90,7 @@ def recorded(observe: Observe, cuda: bool = False) -> Recorded:
     with _same_random_numbers():
         mode = Unfilled()
         try:
-            with mode, _cuda(mode) if cuda else contextlib.nullcontext():
+            with mode, _cuda(mode) if cuda else Reads(mode):
                 observed = observe(mode)
         finally:
             mode.close()
