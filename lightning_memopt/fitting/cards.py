@@ -36,8 +36,8 @@ class Card:
 
     @property
     def usable_nbytes(self) -> int:
-        """Bytes for torch's allocator."""
-        return self.device.nbytes - CONTEXT_NBYTES
+        """Bytes for the step."""
+        return self.device.nbytes - CONTEXT_NBYTES - self.device.workspace_nbytes
 
     def timed(self, graph: Graph) -> Graph:
         """The graph with the seconds that its ops take on this card, by the roofline model."""

@@ -23,7 +23,7 @@ SCHEMA = 1
 PROFILES = Path(__file__).parent.parent / "profiles"
 
 _FIELDS = ("format", "schema", "name", "links", "codecs", "device", "sources")
-_DEVICE = ("nbytes", "flops_per_second", "bytes_per_second", "launch_seconds", "efficiency")
+_DEVICE = ("nbytes", "flops_per_second", "bytes_per_second", "launch_seconds", "efficiency", "workspace_nbytes")
 _KINDS = {"convolution": ("conv",), "attention": ("attention",), "normalization": ("_norm", "softmax")}
 """Kind of operator -> parts of the names of its operators."""
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear", "_addmm_activation", "_grouped_mm"}
@@ -55,6 +55,7 @@ class Device:
 
     flops_per_second: by dtype ("float32").
     efficiency: by kind of operator (`OPERATORS`): the share of these rates that it reaches. 1.0 if it is missing.
+    workspace_nbytes: what libraries for products of matrices keep from their first call on, in torch's allocator.
     """
 
     nbytes: int
@@ -62,6 +63,7 @@ class Device:
     bytes_per_second: float
     launch_seconds: float = 0.0
     efficiency: Mapping[str, float] = field(default_factory=dict)
+    workspace_nbytes: int = 0
 
     def op_seconds(self, flops: int, nbytes: int, dtype: str = "float32", operator: str = "") -> float:
         """Seconds of an op that does `flops` and moves `nbytes` of the card's memory. `operator`: its name, "aten::mm". Raises
@@ -198,6 +200,7 @@ def _device(top: Fields) -> Device:
         bytes_per_second=inner.number("bytes_per_second"),
         launch_seconds=inner.number("launch_seconds"),
         efficiency=_rates(inner, "efficiency"),
+        workspace_nbytes=inner.integer("workspace_nbytes"),
     )
     if device.bytes_per_second == 0:
         inner.refuse("bytes_per_second", None, "0, which would take forever")
