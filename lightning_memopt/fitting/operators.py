@@ -28,7 +28,7 @@ _OF_DEVICES = (torch.device, parse_to)
 """Functions that return a device: it is the one that was asked for, until a tensor is made on it or moved to it."""
 _READS = (torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist)
 """Functions that give all values to user code. No dispatch mode sees them."""
-_TORCH, _GROUPED = TorchVersion(torch.__version__), (2, 14)
+_TORCH, _GROUPED = TorchVersion(torch.__version__), "2.14"
 """From this version on, memory-efficient attention takes grouped heads."""
 _LARGEST_HEAD = 256
 """The largest head that flash attention has kernels for."""

@@ -278,7 +278,10 @@ def test_a_step_takes_no_memory() -> None:
         ((2, 3, 257, 64), 1, torch.float32, 492000 + 6168),
         ((2, 3, 65, 64), 1, torch.bfloat16, 196800 + 1560),
         ((2, 3, 256, 32), 1, torch.bfloat16, 393600 + 6144),
-        ((2, 8, 256, 64), 4, torch.float32, 1048576 + 2 * 16384 + 2 * 1048576),
+        pytest.param(
+            *((2, 8, 256, 64), 4, torch.float32, 1048576 + 2 * 16384 + 2 * 1048576),
+            marks=pytest.mark.skipif(torch.__version__ < (2, 14), reason="this torch has no such attention of grouped heads"),
+        ),
         ((2, 3, 256, 160), 1, torch.float32, 0),
     ],
     ids=str,
