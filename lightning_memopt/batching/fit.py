@@ -94,7 +94,7 @@ class StepFit:
     def _tensor(self, a: Tensor, b: Tensor, size: int) -> Tensor:
         freed_at = max(a.freed_at, b.freed_at)
         if a.nbytes == b.nbytes and a.size == b.size:
-            return replace(a, freed_at=freed_at)
+            return a if freed_at == a.freed_at else replace(a, freed_at=freed_at)
         device = self.small.device
         if a.dtype == b.dtype and len(a.size) == len(b.size):
             known = all(_allocated(t.dtype, t.size, device) == t.nbytes for t in (a, b))
@@ -105,13 +105,13 @@ class StepFit:
         return replace(a, freed_at=freed_at, dtype="", size=(), nbytes=self._count(a.nbytes, b.nbytes, size))
 
     def _op(self, a: Op, b: Op, size: int) -> Op:
-        return replace(
-            a,
-            seconds=self._seconds(a.seconds, b.seconds, size),
-            workspace_nbytes=self._count(a.workspace_nbytes, b.workspace_nbytes, size),
-            flops=self._count(a.flops, b.flops, size),
-            recomputable=a.recomputable and b.recomputable,
-        )
+        seconds = self._seconds(a.seconds, b.seconds, size)
+        workspace_nbytes = self._count(a.workspace_nbytes, b.workspace_nbytes, size)
+        flops = self._count(a.flops, b.flops, size)
+        recomputable = a.recomputable and b.recomputable
+        if (seconds, workspace_nbytes, flops, recomputable) == (a.seconds, a.workspace_nbytes, a.flops, a.recomputable):
+            return a
+        return replace(a, seconds=seconds, workspace_nbytes=workspace_nbytes, flops=flops, recomputable=recomputable)
 
     def _at(self, size: int) -> Graph:
         ops = tuple(self._op(a, b, size) for a, b in zip(self.small.ops, self.large.ops, strict=True))

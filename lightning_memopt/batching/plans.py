@@ -28,17 +28,19 @@ _POOL = 32
 """Maximum number of plans of a frontier that are priced at other sizes."""
 
 
-def largest(peak: Callable[[int], int], budget_nbytes: int, low: int, high: int) -> int:
+def largest(peak: Callable[[int], int], budget_nbytes: int, low: int, high: int, near: float = 0.0) -> int:
     """The largest size in [low, high] whose peak is within the budget; 0 if that of `low` is not. Peaks must not fall.
 
     They grow nearly on a line: two tries on it, then one in the middle.
+
+    near: the share of the size by which it may be too small.
     """
     if high < low or peak(low) > budget_nbytes:
         return 0
     if peak(high) <= budget_nbytes:
         return high
     tries = 0
-    while high - low > 1:
+    while high - low > max(1, near * low):
         tries += 1
         on_line = low + (high - low) * (budget_nbytes - peak(low)) // (peak(high) - peak(low))
         size = (low + high) // 2 if tries % 3 == 0 else min(max(on_line, low + 1), high - 1)

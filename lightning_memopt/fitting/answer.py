@@ -27,6 +27,8 @@ from lightning_memopt.units import format_nbytes
 
 _SEARCH_SECONDS, _LIMIT_SECONDS = 10.0, 60.0
 """Time limits of the search for faster plans, and of all searches. A plan for the smallest card is looked for to the end."""
+_NEAR = 0.02
+"""The share by which a largest size may be too small."""
 _LARGEST = {"batch": 1 << 14, "length": 1 << 22}
 """The largest sizes that are asked about."""
 Most = tuple[int | None, int | None]
@@ -261,17 +263,9 @@ def _most(sizes: StepFit, cards: Sequence[Card], cap: int, here: int) -> list[Mo
         needs = cache(lambda n: _needs(sizes.at(n), lives))
 
         def on(usable_nbytes: int) -> int:
-            """Reserved bytes take long to ask for, so a size within 2 % of the largest one is good enough."""
-            fits, above = here if needs(here) <= usable_nbytes else 0, largest(peak, usable_nbytes, 1, cap) + 1
-            size = above - 1
-            while above - fits > max(1, fits // 50):
-                if needs(size) <= usable_nbytes:
-                    fits = size
-                    size = (fits + above) // 2
-                else:
-                    above = size
-                    size = max(fits + 1, largest(peak, peak(size) * usable_nbytes // needs(size), 1, size - 1))
-            return fits
+            """Reserved bytes take long to ask for: first, allocated bytes bound the size."""
+            most = largest(peak, usable_nbytes, 1, cap)
+            return largest(needs, usable_nbytes, here if needs(here) <= usable_nbytes else 1, most, _NEAR) if most else 0
 
         return [on(card.usable_nbytes) for card in cards]
 

@@ -140,7 +140,7 @@ def _observed(build: Callable[[], Training], cuda: bool, mode: Unfilled) -> Obse
 
 
 def _without(graph: Graph, host_nbytes: int) -> Graph:
-    """The graph without memory of this process that would not be on the card."""
+    """The graph without memory of this process that would not be on the card, and without seconds: its ops did not run."""
 
     def own(t: Tensor) -> Tensor:
         if t.name != OUTSIDE:
@@ -148,7 +148,8 @@ def _without(graph: Graph, host_nbytes: int) -> Graph:
         nbytes = t.nbytes - host_nbytes
         return replace(t, nbytes=nbytes if nbytes > _PROCESS_NBYTES else 0)
 
-    return replace(graph, tensors=tuple(map(own, graph.tensors)))
+    ops = tuple(replace(op, seconds=0.0) for op in graph.ops)
+    return replace(graph, tensors=tuple(map(own, graph.tensors)), ops=ops)
 
 
 def _on_cuda(graph: Graph) -> Graph:
