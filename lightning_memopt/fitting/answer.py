@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from lightning_memopt.errors import ConfigError, InfeasibleError
 from lightning_memopt.fitting.cards import CONTEXT_NBYTES, Card, cards_of
 from lightning_memopt.fitting.options import Options
 from lightning_memopt.fitting.recording import CHECKPOINTED, Recorded
+from lightning_memopt.fitting.sharding import SHARDED, StepOf, numbers_of
 from lightning_memopt.fitting.sources import Source, source_of
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, simulate
@@ -38,6 +39,7 @@ class OnCard:
     """The answer for one card.
 
     card: its name.
+    ranks: number of such cards over which the model is sharded.
     usable_nbytes: bytes for torch's allocator, beside the context.
     verdict: "fits": the unmodified step does. "plan": it does by a plan. "no": no plan is small enough.
     peak_nbytes: the peak of the step as it would run: unmodified, or by the plan; else the smallest budget that works.
@@ -57,6 +59,7 @@ class OnCard:
     largest_planned_batch: int | None
     longest: int | None
     longest_planned: int | None
+    ranks: int = 1
 
     @property
     def missing_nbytes(self) -> int:
@@ -76,6 +79,7 @@ class Fit:
     assumed: what the recorded step asked of tensors that have no bytes -> how often.
     unsized: size ("batch", "length") -> why the largest one is not known.
     frontier: the plans of the recorded step, with the seconds of the first card.
+    steps: the step of one card for each number of cards that was asked about. What is above is of the first of them.
     """
 
     source: str
@@ -86,6 +90,7 @@ class Fit:
     assumed: dict[str, int]
     unsized: dict[str, str]
     frontier: Frontier
+    steps: tuple[StepOf, ...]
 
     @property
     def fits(self) -> bool:
@@ -101,6 +106,7 @@ class Fit:
             "smallest_nbytes": self.smallest_nbytes,
             "context_nbytes": CONTEXT_NBYTES,
             "purposes": self.purposes,
+            "steps": [asdict(step) for step in self.steps],
             "cards": [asdict(card) | {"missing_nbytes": card.missing_nbytes} for card in self.cards],
             "assumed": self.assumed,
             "unsized": self.unsized,
@@ -108,15 +114,13 @@ class Fit:
 
     def table(self) -> str:
         """The answer as text."""
-        parts = ", ".join(f"{name} {format_nbytes(n)}" for name, n in sorted(self.purposes.items(), key=lambda e: -e[1]))
-        lines = [
-            f"{self.source}: the unmodified step peaks at {format_nbytes(self.peak_nbytes)}, the smallest plan at "
-            f"{format_nbytes(self.smallest_nbytes)}.",
-            f"At the peak: {parts}. Beside it: CUDA's context and libraries, about {format_nbytes(CONTEXT_NBYTES)}.",
-        ]
+        lines = [f"{self.source}: {step.text()}" for step in self.steps]
+        lines.append(f"Beside the peak: CUDA's context and libraries, about {format_nbytes(CONTEXT_NBYTES)}.")
+        several = any(step.ranks > 1 for step in self.steps)
         table = Table(title="")
         sized = [(what, at) for size, what, at in _COLUMNS if size not in self.unsized]
         for name in (
+            *(("cards",) if several else ()),
             "card",
             "usable",
             "verdict",
@@ -127,6 +131,7 @@ class Fit:
             table.add_column(name, justify="left" if name in ("card", "verdict") else "right")
         for card in self.cards:
             table.add_row(
+                *((str(card.ranks),) if several else ()),
                 card.card,
                 format_nbytes(card.usable_nbytes),
                 _verdict(card),
@@ -139,6 +144,8 @@ class Fit:
         for why in filter(None, dict.fromkeys(self.unsized.values())):
             sizes = " and ".join(size for size, other in self.unsized.items() if other == why)
             lines.append(f"The largest {sizes} cannot be told: {why.rstrip('.')}.")
+        if several:
+            lines.append(SHARDED)
         lines.append(
             "Peaks are allocated bytes of a step that was recorded, not computed. Workspaces of the card's kernels, and "
             "fragmentation of its allocator, come on top. Times are ratios, from peak rates."
@@ -146,23 +153,28 @@ class Fit:
         return "\n".join(lines)
 
 
-def fit(source: str | Sequence[str], cards: Sequence[str] = (), **options: Any) -> Fit:
+def fit(source: str | Sequence[str], cards: Sequence[str] = (), ranks: Sequence[int] = (1,), **options: Any) -> Fit:
     """Whether a training step fits on cards, without a card, memory, or weights.
 
     source: `package.module:function` that returns (model, optimizer, step); the path of a config.json of transformers, or of
         its folder; the id of a model; or the words of a command that runs a training script: ["python", "train.py"].
     cards: names of profiles, files of rates, or bytes ("24GiB"); none: `fitting.cards.CARDS`.
+    ranks: numbers of cards, over which the model of a config is sharded by FSDP2. All sizes are of one card.
     options: how the model of a config is trained (`fitting.options.Options`).
 
     Raises ConfigError if there is no such source or card, or if its step cannot be planned.
     """
     asked = cards_of(cards)
     device = asked[0].name, max(card.device.nbytes for card in asked)
-    return answered(source_of(source, Options(**options), device), asked)
+    taken = Options(**options)
+    sources = [(n, source_of(source, taken, device, n)) for n in numbers_of(ranks)]
+    answers = [answered(at, asked, n) for n, at in sources]
+    rows = tuple(card for on in zip(*(answer.cards for answer in answers), strict=True) for card in on)
+    return replace(answers[0], cards=rows, steps=tuple(answer.steps[0] for answer in answers))
 
 
-def answered(source: Source, cards: Sequence[Card]) -> Fit:
-    """The answer for a source and cards."""
+def answered(source: Source, cards: Sequence[Card], ranks: int = 1) -> Fit:
+    """The answer for a source and cards; `ranks` of each, over which the source shards its model."""
     sizes = {"batch": source.batch or 1, "length": source.length or 1}
     recorded = source.record(*sizes.values())
     graph = recorded.graph
@@ -180,7 +192,8 @@ def answered(source: Source, cards: Sequence[Card]) -> Fit:
     unsized: dict[str, str] = {}
     most: dict[str, list[Most]] = {}
     for size, here in (("batch", source.batch), ("length", source.length)):
-        fitted = source.unsized if here is None else _at_sizes(here, partial(_graph_at, source, sizes, size), graph)
+        at = partial(_graph_at, source, sizes, size)
+        fitted = source.unsized if here is None or ranks > 1 else _at_sizes(here, at, graph)
         if isinstance(fitted, str):
             unsized[size] = fitted
             most[size] = [(None, None)] * len(cards)
@@ -191,8 +204,9 @@ def answered(source: Source, cards: Sequence[Card]) -> Fit:
         peak_nbytes=plain_nbytes,
         smallest_nbytes=frontier.smallest_nbytes,
         purposes=dict(peak.by(1)),
+        steps=(StepOf(ranks, plain_nbytes, frontier.smallest_nbytes, dict(peak.by(1))),),
         cards=tuple(
-            _on(card, graph, frontier, plain_nbytes, batch, length)
+            replace(_on(card, graph, frontier, plain_nbytes, batch, length), ranks=ranks)
             for card, batch, length in zip(cards, most["batch"], most["length"], strict=True)
         ),
         assumed=_counted(recorded),
@@ -267,6 +281,8 @@ def _time(card: OnCard) -> str:
 
 
 def _size(size: int | None) -> str:
+    if size is None:
+        return "-"
     return f"{size}+" if size in _LARGEST.values() else str(size)
 
 
