@@ -115,7 +115,7 @@ class Fit:
     def table(self) -> str:
         """The answer as text."""
         lines = [f"{self.source}: {step.text()}" for step in self.steps]
-        lines.append(f"Beside the peak: CUDA's context and libraries, about {format_nbytes(CONTEXT_NBYTES)}.")
+        lines[-1] += f" Beside it: CUDA's context and libraries, about {format_nbytes(CONTEXT_NBYTES)}."
         several = any(step.ranks > 1 for step in self.steps)
         table = Table(title="")
         sized = [(what, at) for size, what, at in _COLUMNS if size not in self.unsized]
@@ -139,7 +139,7 @@ class Fit:
                 _time(card),
                 *(_size(n) for _, at in sized for n in at(card)),
             )
-        lines.append(render(table, 140))
+        lines.append(render(table, 148 if several else 140))
         lines += [f"Assumed: {line}." for line in _assumed(self.assumed)]
         for why in filter(None, dict.fromkeys(self.unsized.values())):
             sizes = " and ".join(size for size, other in self.unsized.items() if other == why)
@@ -192,8 +192,7 @@ def answered(source: Source, cards: Sequence[Card], ranks: int = 1) -> Fit:
     unsized: dict[str, str] = {}
     most: dict[str, list[Most]] = {}
     for size, here in (("batch", source.batch), ("length", source.length)):
-        at = partial(_graph_at, source, sizes, size)
-        fitted = source.unsized if here is None or ranks > 1 else _at_sizes(here, at, graph)
+        fitted = source.unsized if here is None else _at_sizes(here, partial(_graph_at, source, sizes, size), graph)
         if isinstance(fitted, str):
             unsized[size] = fitted
             most[size] = [(None, None)] * len(cards)
@@ -281,8 +280,6 @@ def _time(card: OnCard) -> str:
 
 
 def _size(size: int | None) -> str:
-    if size is None:
-        return "-"
     return f"{size}+" if size in _LARGEST.values() else str(size)
 
 

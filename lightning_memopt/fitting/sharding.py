@@ -23,7 +23,7 @@ from lightning_memopt.units import format_nbytes
 
 SHARDED = (
     "Several cards: FSDP2 shards the model over them, each repeated block as a unit, and the rest as one. Batch, length and "
-    "peak are those of each card; the largest batch and length are told for one card alone. Buffers of NCCL come on top."
+    "peak are those of each card. Buffers of NCCL come on top, and its collectives take no time in these ratios."
 )
 """What an answer about several cards says of them."""
 _COLLECTIVES = "c10d::"
@@ -52,7 +52,7 @@ class StepOf:
         where = "" if self.ranks == 1 else f" of each of {self.ranks} cards"
         return (
             f"the unmodified step{where} peaks at {format_nbytes(self.peak_nbytes)}, the smallest plan at "
-            f"{format_nbytes(self.smallest_nbytes)}. At the peak: {parts}."
+            f"{format_nbytes(self.smallest_nbytes)}.\nAt the peak: {parts}."
         )
 
 

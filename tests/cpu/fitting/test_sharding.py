@@ -104,7 +104,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert [s["ranks"] for s in answer["steps"]] == [1, 2]
     one, two = answer["steps"]
     assert two["peak_nbytes"] < one["peak_nbytes"] == answer["peak_nbytes"] and two["smallest_nbytes"] <= two["peak_nbytes"]
-    assert answer["cards"][0]["largest_batch"] and answer["cards"][1]["largest_batch"] is None
+    assert 0 < answer["cards"][0]["largest_batch"] < answer["cards"][1]["largest_batch"], "each card has room for more"
     assert not distributed.is_initialized()
     assert main(words) == 0
     text = capsys.readouterr().out
