@@ -10,8 +10,6 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from itertools import chain
-from operator import is_, methodcaller
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -113,59 +111,6 @@ JOIN_DIVIDES = "_divide_by_initial_world_size"  # attribute of wrappers in `Join
 register_comm_hook = _named("torch:_C._distributed_c10d._register_comm_hook")  # without a note on the wrapper, which is copied
 C: Any = _named("torch:_C")  # getters and setters of numeric settings, each by name (settings.py); parts of CUDA builds
 
-# -- modules -----------------------------------------------------------------------------------------
-
-
-_WALK_EVERY = 32
-"""Number of calls after which the modules are visited in any case."""
-
-
-_values: Callable[[Any], Iterable[Any]] = methodcaller("values")  # the tables of a compiled module are not dicts
-
-
-class Parameters:
-    """The parameters of a model, in the order of `model.parameters()`. One that two modules share is listed twice.
-
-    Each step asks which of them are trained. Visiting a thousand modules takes a millisecond, so this is done again only if a
-    module has other submodules than before, and once in a while in case a whole table was replaced.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._asked = 0
-        self._walk()
-
-    def _walk(self) -> None:
-        modules = list(self._model.modules())
-        tables = [table for module in modules for table in (module._modules, module._parameters)]
-        self._empty = [table for table in tables if not table]
-        self._children = [module._modules for module in modules if module._modules]
-        self._registered = [module._parameters for module in modules if module._parameters]
-        self._held = list(chain.from_iterable(map(_values, self._children)))
-
-    def _changed(self) -> bool:
-        held = list(chain.from_iterable(map(_values, self._children)))
-        same = len(held) == len(self._held) and all(map(is_, held, self._held))
-        return not same or any(self._empty) or self._asked % _WALK_EVERY == 0
-
-    def trained(self) -> tuple[bool, ...]:
-        """For each parameter, whether it requires a gradient."""
-        self._asked += 1
-        if self._changed():
-            self._walk()
-        return tuple([p.requires_grad for registered in self._registered for p in registered.values() if p is not None])
-
-    @property
-    def device(self) -> torch.device | None:
-        """The device of the first parameter that `trained` last saw; None if there are no parameters."""
-        for registered in self._registered:
-            for p in registered.values():
-                if p is not None:
-                    device: torch.device = p.device
-                    return device
-        return None
-
-
 # -- sharded modules (FSDP2) -------------------------------------------------------------------------
 # Imported when a model is sharded, not before: the module takes long to import.
 
@@ -178,6 +123,15 @@ COLLECTIVE_HOOKS = ("unshard", "post_backward")
 """Those of them that run a collective themselves."""
 GLOO_THREADS = "pt_gloo_runloop"
 """The name that torch gives to the threads in which gloo runs collectives (Linux cuts names after 15 characters)."""
+
+
+FAKE = "fake"
+"""The backend of a process group of which one rank alone exists, and whose collectives return at once."""
+
+
+def fake_store() -> Any:
+    """What a group of that backend is made with. Torch knows the backend from then on."""
+    return _named("torch.testing._internal.distributed.fake_pg:FakeStore")()
 
 
 def unit_class() -> Any:
@@ -489,6 +443,7 @@ def _missing_of_fsdp2() -> list[str]:
     """The private names of FSDP2 that the installed torch does not have; imports FSDP2."""
     group, param = unit_class(), _named(f"{_FSDP2}._fsdp_param:FSDPParam")
     _state_of()
+    fake_store()
     _named(f"{_FSDP2}._fsdp_common:FSDPMeshInfo")
     _named("torch.distributed.pipelining.stage:_PipelineStageBase")
     methods = [(group, name) for name in (*UNIT_HOOKS, "pre_forward", "post_forward", "_reshard_after_forward")]

@@ -20,6 +20,13 @@ def add(commands: Any) -> None:
         "id of a model; or, after --, a command that runs a training script: python train.py --lr 0.1",
     )
     fit.add_argument("--card", action="append", default=[], metavar="CARD", help="24GiB, a profile, or a file of rates; repeat")
+    fit.add_argument(
+        "--ranks",
+        type=_numbers,
+        default=(1,),
+        metavar="N,N",
+        help="numbers of cards over which FSDP2 shards the model of a config: 1,2,4,8 (default: 1); sizes are of one card",
+    )
     default = Options()
     fit.add_argument("--task", help=f"of a config: {', '.join(TASKS)}")
     fit.add_argument("--batch", type=int, default=default.batch, help=f"samples of a step (default: {default.batch})")
@@ -35,11 +42,15 @@ def add(commands: Any) -> None:
     fit.set_defaults(run=run)
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the answer. Returns 0 if the step fits on every card, 3 if not."""
     from lightning_memopt.fitting.answer import fit
 
     source = args.source[0] if len(args.source) == 1 else args.source
-    answer = fit(source, args.card, **{field.name: getattr(args, field.name) for field in fields(Options)})
+    answer = fit(source, args.card, args.ranks, **{field.name: getattr(args, field.name) for field in fields(Options)})
     print(json.dumps(answer.to_json()) if args.json else answer.table())
     return 0 if answer.fits else 3

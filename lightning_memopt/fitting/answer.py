@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from lightning_memopt.errors import ConfigError, InfeasibleError
 from lightning_memopt.fitting.cards import CONTEXT_NBYTES, Card, cards_of
 from lightning_memopt.fitting.options import Options
 from lightning_memopt.fitting.recording import CHECKPOINTED, Recorded
+from lightning_memopt.fitting.sharding import SHARDED, StepOf, numbers_of
 from lightning_memopt.fitting.sources import Source, source_of
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, Machine, simulate
@@ -40,6 +41,7 @@ class OnCard:
     """The answer for one card.
 
     card: its name.
+    ranks: number of such cards over which the model is sharded.
     usable_nbytes: bytes for the step, beside the context and the workspaces of libraries.
     verdict: "fits": the unmodified step does. "plan": it does by a plan. "no": no plan is small enough.
     peak_nbytes: the peak of the step as it would run: unmodified, or by the plan; else the smallest budget that works.
@@ -59,6 +61,7 @@ class OnCard:
     largest_planned_batch: int | None
     longest: int | None
     longest_planned: int | None
+    ranks: int = 1
 
     @property
     def missing_nbytes(self) -> int:
@@ -71,25 +74,39 @@ class Fit:
     """The answer to whether a training step fits.
 
     source: what was asked about.
-    peak_nbytes: what torch's allocator reserves for the unmodified step.
-    allocated_nbytes: what it gives out of that at the peak.
-    smallest_nbytes: what it reserves for the smallest plan.
-    purposes: purpose -> allocated bytes at the unmodified peak.
+    steps: the unmodified step and the smallest plan, for each number of cards.
     cards: the answer for each card.
     assumed: what the recorded step asked of tensors that have no bytes -> how often.
     unsized: size ("batch", "length") -> why the largest one is not known.
-    frontier: the plans of the recorded step, with the seconds of the first card.
+    frontier: the plans of the first of the steps, with the seconds of the first card.
     """
 
     source: str
-    peak_nbytes: int
-    allocated_nbytes: int
-    smallest_nbytes: int
-    purposes: dict[str, int]
+    steps: tuple[StepOf, ...]
     cards: tuple[OnCard, ...]
     assumed: dict[str, int]
     unsized: dict[str, str]
     frontier: Frontier
+
+    @property
+    def peak_nbytes(self) -> int:
+        """What torch's allocator reserves for the first of the steps, unmodified."""
+        return self.steps[0].peak_nbytes
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """What it gives out of that at the peak."""
+        return self.steps[0].allocated_nbytes
+
+    @property
+    def smallest_nbytes(self) -> int:
+        """What it reserves for the smallest plan."""
+        return self.steps[0].smallest_nbytes
+
+    @property
+    def purposes(self) -> dict[str, int]:
+        """Purpose -> allocated bytes at the unmodified peak."""
+        return self.steps[0].purposes
 
     @property
     def fits(self) -> bool:
@@ -101,11 +118,8 @@ class Fit:
             "format": "lightning_memopt.fit",
             "schema": 1,
             "source": self.source,
-            "peak_nbytes": self.peak_nbytes,
-            "allocated_nbytes": self.allocated_nbytes,
-            "smallest_nbytes": self.smallest_nbytes,
             "context_nbytes": CONTEXT_NBYTES,
-            "purposes": self.purposes,
+            "steps": [asdict(step) for step in self.steps],
             "cards": [asdict(card) | {"missing_nbytes": card.missing_nbytes} for card in self.cards],
             "assumed": self.assumed,
             "unsized": self.unsized,
@@ -113,17 +127,16 @@ class Fit:
 
     def table(self) -> str:
         """The answer as text."""
-        parts = ", ".join(f"{name} {format_nbytes(n)}" for name, n in sorted(self.purposes.items(), key=lambda e: -e[1]))
-        beyond = format_nbytes(self.peak_nbytes - self.allocated_nbytes)
-        lines = [
-            f"{self.source}: the unmodified step needs {format_nbytes(self.peak_nbytes)}, the smallest plan "
-            f"{format_nbytes(self.smallest_nbytes)}.",
-            f"At the peak: {parts}; reserved beyond these: {beyond}. Beside it: CUDA's context and libraries, about "
-            f"{format_nbytes(CONTEXT_NBYTES)}, and cuBLAS's workspaces, 16 to 64 MiB.",
-        ]
+        lines = [f"{self.source}: {step.text()}" for step in self.steps]
+        lines[-1] += (
+            f" Beside it: CUDA's context and libraries, about {format_nbytes(CONTEXT_NBYTES)}, and cuBLAS's workspaces, 16 to "
+            "64 MiB."
+        )
+        several = any(step.ranks > 1 for step in self.steps)
         table = Table(title="")
         sized = [(what, at) for size, what, at in _COLUMNS if size not in self.unsized]
         for name in (
+            *(("cards",) if several else ()),
             "card",
             "usable",
             "verdict",
@@ -134,6 +147,7 @@ class Fit:
             table.add_column(name, justify="left" if name in ("card", "verdict") else "right")
         for card in self.cards:
             table.add_row(
+                *((str(card.ranks),) if several else ()),
                 card.card,
                 format_nbytes(card.usable_nbytes),
                 _verdict(card),
@@ -141,11 +155,13 @@ class Fit:
                 _time(card),
                 *(_size(n) for _, at in sized for n in at(card)),
             )
-        lines.append(render(table, 140))
+        lines.append(render(table, 148 if several else 140))
         lines += [f"Assumed: {line}." for line in _assumed(self.assumed)]
         for why in filter(None, dict.fromkeys(self.unsized.values())):
             sizes = " and ".join(size for size, other in self.unsized.items() if other == why)
             lines.append(f"The largest {sizes} cannot be told: {why.rstrip('.')}.")
+        if several:
+            lines.append(SHARDED)
         lines.append(
             "Peaks are what torch's allocator would reserve for a step that was recorded, not computed. Workspaces of other "
             "kernels come on top. Times are ratios, from the card's rates."
@@ -153,23 +169,28 @@ class Fit:
         return "\n".join(lines)
 
 
-def fit(source: str | Sequence[str], cards: Sequence[str] = (), **options: Any) -> Fit:
+def fit(source: str | Sequence[str], cards: Sequence[str] = (), ranks: Sequence[int] = (1,), **options: Any) -> Fit:
     """Whether a training step fits on cards, without a card, memory, or weights.
 
     source: `package.module:function` that returns (model, optimizer, step); the path of a config.json of transformers, or of
         its folder; the id of a model; or the words of a command that runs a training script: ["python", "train.py"].
     cards: names of profiles, files of rates, or bytes ("24GiB"); none: `fitting.cards.CARDS`.
+    ranks: numbers of cards, over which the model of a config is sharded by FSDP2. All sizes are of one card.
     options: how the model of a config is trained (`fitting.options.Options`).
 
     Raises ConfigError if there is no such source or card, or if its step cannot be planned.
     """
     asked = cards_of(cards)
     device = asked[0].name, max(card.device.nbytes for card in asked)
-    return answered(source_of(source, Options(**options), device), asked)
+    taken = Options(**options)
+    sources = [(n, source_of(source, taken, device, n)) for n in numbers_of(ranks)]
+    answers = [answered(at, asked, n) for n, at in sources]
+    rows = tuple(card for on in zip(*(answer.cards for answer in answers), strict=True) for card in on)
+    return replace(answers[0], cards=rows, steps=tuple(answer.steps[0] for answer in answers))
 
 
-def answered(source: Source, cards: Sequence[Card]) -> Fit:
-    """The answer for a source and cards."""
+def answered(source: Source, cards: Sequence[Card], ranks: int = 1) -> Fit:
+    """The answer for a source and cards; `ranks` of each, over which the source shards its model."""
     sizes = {"batch": source.batch or 1, "length": source.length or 1}
     recorded = source.record(*sizes.values())
     graph = recorded.graph
@@ -194,12 +215,9 @@ def answered(source: Source, cards: Sequence[Card]) -> Fit:
             most[size] = _most(fitted, cards, _LARGEST[size], here or 1)
     return Fit(
         source=source.name,
-        peak_nbytes=plain_nbytes,
-        allocated_nbytes=peak.total,
-        smallest_nbytes=frontier.smallest_nbytes,
-        purposes=dict(peak.by(1)),
+        steps=(StepOf(ranks, plain_nbytes, peak.total, frontier.smallest_nbytes, dict(peak.by(1))),),
         cards=tuple(
-            _on(card, graph, frontier, plain_nbytes, batch, length)
+            replace(_on(card, graph, frontier, plain_nbytes, batch, length), ranks=ranks)
             for card, batch, length in zip(cards, most["batch"], most["length"], strict=True)
         ),
         assumed=_counted(recorded),

@@ -18,6 +18,8 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "mixed-bf16"
 """Name of a precision -> the type of the weights. Under "mixed-bf16" the forward runs in bfloat16 by autocast."""
 OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adafactor": "Adafactor"}
 """Name -> the class in `torch.optim`."""
+UNSHARDED = ("adafactor",)
+"""Those whose operators torch does not have for weights that are sharded."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.fitting.autocast import cuda_autocast
 from lightning_memopt.fitting.operators import CudaOperators, Reads, update_together, without_checkpointing
+from lightning_memopt.fitting.sharding import UnfilledRank, on_time, one_rank_of
 from lightning_memopt.fitting.unfilled import Unfilled
 from lightning_memopt.fitting.workspaces import workspace_nbytes
 from lightning_memopt.graph import OUTSIDE, Graph, Op, Tensor
@@ -78,20 +80,26 @@ def observed_by(run: Run, host_nbytes: int) -> Observed:
     return Observed(graph, f"{status.reason} {status.remedy}".strip(), host_nbytes)
 
 
-def record(build: Callable[[], Training], cuda: bool = False) -> Recorded:
+def record(build: Callable[[], Training], cuda: bool = False, ranks: int = 1) -> Recorded:
     """Record a step of the training that `build` makes. No bytes of it are computed, those of its weights included.
 
     cuda: the step has the operators that torch would choose on a CUDA device.
+    ranks: number of processes, of which this one is the first; `build` shards the model over them.
 
     Raises ConfigError if the steps have no forward in training, backward and update.
     """
-    return recorded(lambda mode: _observed(build, cuda, mode), cuda)
+    observe = partial(_observed, build, cuda)
+    if ranks == 1:
+        return recorded(observe, cuda)
+    with one_rank_of(ranks):
+        made = recorded(observe, cuda, UnfilledRank)
+    return replace(made, graph=on_time(made.graph))
 
 
-def recorded(observe: Observe, cuda: bool = False) -> Recorded:
+def recorded(observe: Observe, cuda: bool = False, kind: type[Unfilled] = Unfilled) -> Recorded:
     """`record` for what runs its steps, and is observed, by itself."""
     with _same_random_numbers():
-        mode = Unfilled()
+        mode = kind()
         try:
             with mode, _cuda(mode) if cuda else Reads(mode):
                 observed = observe(mode)

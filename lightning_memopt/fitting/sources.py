@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from lightning_memopt.bench import user_code
 from lightning_memopt.errors import ConfigError, needing
 from lightning_memopt.fitting import scripts
-from lightning_memopt.fitting.options import DTYPES, OPTIMIZERS, TASKS, Options
+from lightning_memopt.fitting.options import DTYPES, OPTIMIZERS, TASKS, UNSHARDED, Options
 from lightning_memopt.fitting.recording import Recorded, record, recorded
+from lightning_memopt.fitting.sharding import shard
 
 if TYPE_CHECKING:
     from lightning_memopt.bench.subject import Training
@@ -41,20 +42,24 @@ class Source:
     unsized: str = ""
 
 
-def source_of(spec: str | Sequence[str], options: Options, device: tuple[str, int]) -> Source:
+def source_of(spec: str | Sequence[str], options: Options, device: tuple[str, int], ranks: int = 1) -> Source:
     """A command that runs a training script, `package.module:function`, the path of a config.json or of its folder, or the
     id of a model of transformers.
 
     device: name and bytes of the CUDA device that a script finds.
+    ranks: number of cards over which the model is sharded.
 
     Raises ConfigError if it is none of these, or if it does not take the options.
     """
     words = [spec] if isinstance(spec, str) else list(spec)
-    if len(words) > 1 or words[0].endswith(".py"):
+    is_script = len(words) > 1 or words[0].endswith(".py")
+    is_config = not is_script and (Path(words[0]).exists() or ":" not in words[0])
+    if ranks > 1 and not is_config:
+        raise ConfigError("a script or a function shards its model itself: ask about several cards with the config of a model")
+    if is_script:
         return _of_script(words, options, device)
-    path = Path(words[0])
-    if path.is_dir() or path.is_file() or ":" not in words[0]:
-        return _of_config(words[0], options)
+    if is_config:
+        return _of_config(words[0], options, ranks)
     return _of_function(words[0], options)
 
 
@@ -98,7 +103,7 @@ def _refuse(options: Options, taken: tuple[str, ...], who: str) -> None:
         raise ConfigError(f"{who} itself says {', '.join(given)}: leave the option out.{hint}")
 
 
-def _of_config(spec: str, options: Options) -> Source:
+def _of_config(spec: str, options: Options, ranks: int) -> Source:
     with needing("transformers", "The config of a model needs"):
         import transformers
     path = Path(spec)
@@ -107,6 +112,8 @@ def _of_config(spec: str, options: Options) -> Source:
         f"reading the config of {spec}", "Give package.module:function, or a folder with a config.json"
     ):
         config = transformers.AutoConfig.from_pretrained(str(folder) if folder.exists() else spec)
+    if ranks > 1 and options.optimizer in UNSHARDED:
+        raise ConfigError(f"torch's {options.optimizer} cannot update weights that FSDP2 shards: give another --optimizer")
     task = options.task or _task_of(config, spec)
     if task == "image-classification" or task == "sequence-classification":
         config.num_labels = _LABELS
@@ -121,6 +128,8 @@ def _of_config(spec: str, options: Options) -> Source:
         with user_code.in_user_code(f"making the model of {spec}", "Give another --task"):
             made = getattr(transformers, TASKS[task]).from_config(config, dtype=getattr(torch, DTYPES[options.dtype]))
             model = _adapted(made.train(), options)
+            if ranks > 1:
+                shard(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = getattr(torch.optim, OPTIMIZERS[options.optimizer])(trained, lr=1e-4)
         inputs = _inputs(config, task, batch, length, options)
@@ -137,7 +146,10 @@ def _of_config(spec: str, options: Options) -> Source:
 
     has_tokens = task != "image-classification"
     return Source(
-        spec, lambda *sizes: record(partial(build, *sizes), cuda=True), options.batch, options.length if has_tokens else None
+        spec,
+        lambda *sizes: record(partial(build, *sizes), cuda=True, ranks=ranks),
+        options.batch,
+        options.length if has_tokens else None,
     )
 
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memopt.ranks.board import Board
 from lightning_memopt.ranks.ranks import Ranks
-from lightning_memopt.torch_private import JOIN_CONFIG, fsdp_units, gradient_of
+from lightning_memopt.torch_private import FAKE, JOIN_CONFIG, fsdp_units, gradient_of
 
 _runs: collections.Counter[str] = collections.Counter()
 """How many runs each process group has had in this process. All ranks count alike, so posts of two runs never mix."""
@@ -56,7 +56,7 @@ def ranks_of(model: nn.Module) -> Ranks | None:
         group = distributed.group.WORLD
     else:
         group = None
-    if group is None:
+    if group is None or distributed.get_backend(group) == FAKE:  # there is nobody to meet
         return None
     size = distributed.get_world_size(group)
     if size < 2:

@@ -49,6 +49,7 @@ from lightning_memopt.session.observe.observed_step import ObservedStep
 from lightning_memopt.session.observe.observing import Observing, Waiting
 from lightning_memopt.session.observe.resident import resident_tensors
 from lightning_memopt.session.observe.silence import WAITS, Silence, gradients_are_recorded, trains
+from lightning_memopt.session.parameters import Parameters
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Parts
 from lightning_memopt.session.pooling import Pooling
@@ -61,7 +62,6 @@ from lightning_memopt.session.solve.refusals import refuse_hopeless, refuse_shar
 from lightning_memopt.session.solve.solving import Solved
 from lightning_memopt.session.status import RunStatus, Transfers, status_of, transfers_of
 from lightning_memopt.session.step import Step
-from lightning_memopt.torch_private import Parameters
 from lightning_memopt.trace import backward_runs
 from lightning_memopt.versions import supported
 

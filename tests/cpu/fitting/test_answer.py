@@ -286,7 +286,8 @@ def test_a_users_function_with_a_model_on_meta(
     assert main(["fit", "mine_to_fit:build", "--card", "1GiB", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     weights = 4 * (64 * 64 * 4 + 512)  # a bias takes a block of the allocator
-    assert answer["purposes"]["weights"] == weights and answer["purposes"]["optimizer state"] >= 2 * weights
+    purposes = answer["steps"][0]["purposes"]
+    assert purposes["weights"] == weights and purposes["optimizer state"] >= 2 * weights
     assert answer["cards"][0]["largest_batch"] is None, "only the function knows its batch"
     assert main(["plan", "mine_to_fit:build", "--budget", "min", "-o", str(tmp_path / "plan.json")]) == 2
     assert "the model is on `meta` and cannot take a step. Use `memopt fit mine_to_fit:build`" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from lightning_memopt.session.cache.plan_cache import PLANS, PlanCache
 from lightning_memopt.session.cache.solves import Solves
 from lightning_memopt.session.forward.shapes import alike, serves, signature_of
 from lightning_memopt.session.observe.observing import Observing, Waiting
-from lightning_memopt.torch_private import Parameters
+from lightning_memopt.session.parameters import Parameters
 
 
 def signature(*shape: int) -> Any:
