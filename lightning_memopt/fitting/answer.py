@@ -28,6 +28,8 @@ from lightning_memopt.units import format_nbytes
 
 _SEARCH_SECONDS, _LIMIT_SECONDS = 10.0, 60.0
 """Time limits of the search for faster plans, and of all searches. A plan for the smallest card is looked for to the end."""
+_BEYOND = 8
+"""How many times the largest unmodified step the one is for which a plan is made. A plan makes room for about as many."""
 _NEAR = 0.02
 """The share by which a largest size may be too small."""
 _LARGEST = {"batch": 1 << 14, "length": 1 << 22}
@@ -199,7 +201,7 @@ def answered(source: Source, cards: Sequence[Card], ranks: int = 1) -> Fit:
     timed = cards[0].timed(graph)
     frontier = planner.solve(
         timed,
-        search_seconds=_SEARCH_SECONDS,
+        search_seconds=_SEARCH_SECONDS if tight else 0.0,
         limit_seconds=_LIMIT_SECONDS,
         budgets=tight,
         keep_nbytes=tight[0] if tight else None,
@@ -270,8 +272,8 @@ def _needs(graph: Graph, lives: tuple[Life, ...]) -> int:
 
 
 def _most(sizes: StepFit, cards: Sequence[Card], cap: int, here: int) -> list[Most]:
-    """For each card, the largest sizes that fit, at most `cap`; 0 if none does. The plan is the smallest one of the largest
-    unmodified step, where activations matter most.
+    """For each card, the largest sizes that fit, at most `cap`; 0 if none does. The plan is the smallest one of a step that is
+    larger than any unmodified one that fits: in smaller ones, what is not rebuilt may matter more than activations.
 
     here: the size of the step that was recorded.
     """
@@ -288,7 +290,7 @@ def _most(sizes: StepFit, cards: Sequence[Card], cap: int, here: int) -> list[Mo
         return [on(card.usable_nbytes) for card in cards]
 
     plain = most(keep_all(sizes.large))
-    planned = most(planner.smallest(sizes.at(max(1, *plain))).lives)
+    planned = most(planner.smallest(sizes.at(_BEYOND * max(1, *plain))).lives)
     return [(n, max(n, by_plan)) for n, by_plan in zip(plain, planned, strict=True)]
 
 

@@ -124,15 +124,19 @@ def on_time(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(ops))
 
 
-def shard(model: nn.Module) -> None:
-    """Shard a model over all ranks as users of FSDP2 do it: each repeated block is a unit, and all else is one more."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+def shard(model: nn.Module, compute: torch.dtype | None = None) -> None:
+    """Shard a model over all ranks as users of FSDP2 do it: each repeated block is a unit, and all else is one more.
 
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    for block in blocks_of(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    compute: the type in which weights are gathered; gradients are then reduced in float32. None: all in the weights' own type.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (distributed.get_world_size(),))}
+    if compute is not None:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    for module in (*blocks_of(model), model):
+        fully_shard(module, **options)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -128,19 +128,21 @@ def _of_config(spec: str, options: Options, ranks: int) -> Source:
         with user_code.in_user_code(f"making the model of {spec}", "Give another --task"):
             made = getattr(transformers, TASKS[task]).from_config(config, dtype=getattr(torch, DTYPES[options.dtype]))
             model = _adapted(made.train(), options)
-            if ranks > 1:
-                shard(model)
+        mixed = options.dtype.startswith("mixed")
+        if ranks > 1:
+            with user_code.in_user_code(f"sharding the model of {spec}", "Leave --ranks out"):
+                shard(model, torch.bfloat16 if mixed else None)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = getattr(torch.optim, OPTIMIZERS[options.optimizer])(trained, lr=1e-4)
         inputs = _inputs(config, task, batch, length, options)
-        mixed = options.dtype.startswith("mixed")
 
         def step() -> None:
-            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-                loss = model(**inputs).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            with user_code.in_user_code(f"a step of {spec}", "Give another --task, --batch or --optimizer"):
+                with torch.autocast("cpu", torch.bfloat16, enabled=mixed and ranks == 1):
+                    loss = model(**inputs).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
 
         return Training(model, optimizer, step)
 

@@ -21,6 +21,7 @@ from lightning_memopt.fitting.sharding import blocks_of, on_time
 from lightning_memopt.graph import HOOK, Graph, graph_from_json
 from lightning_memopt.native import install
 from lightning_memopt.plan.peak import at_peak
+from lightning_memopt.solvers.planner import UNSEEN_NBYTES
 from lightning_memopt.solvers.rollout import keep_all
 from lightning_memopt.torch_private import FAKE, fake_store
 from tests.cpu.fitting.test_answer import config
@@ -92,8 +93,8 @@ def test_eight_cards_have_an_eighth_each(tmp_path: Path) -> None:
         str(config(tmp_path, n_embd=64, n_layer=4, vocab_size=512, n_positions=64)), ["1GiB"], (1, 8), length=16, dtype="fp32"
     )
     one, eight = (step.purposes["optimizer state"] for step in answer.steps)
-    counters = 4 * (4 * 12 + 4)
-    assert 8 * (eight - counters) == one - counters
+    blocks_nbytes = 512 * 3 * (4 * 12 + 4)  # two moments and a counter for each weight, each in blocks of the allocator
+    assert 0 <= eight - one / 8 < blocks_nbytes < one / 8
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,8 +104,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert [(c["card"], c["ranks"]) for c in answer["cards"]] == [("1GiB", 1), ("1GiB", 2), ("2GiB", 1), ("2GiB", 2)]
     assert [s["ranks"] for s in answer["steps"]] == [1, 2]
     one, two = answer["steps"]
-    assert two["peak_nbytes"] < one["peak_nbytes"] and two["smallest_nbytes"] <= two["peak_nbytes"]
-    assert 0 < answer["cards"][0]["largest_batch"] < answer["cards"][1]["largest_batch"], "each card has room for more"
+    assert two["allocated_nbytes"] < one["allocated_nbytes"] and two["smallest_nbytes"] <= two["peak_nbytes"] + UNSEEN_NBYTES
+    assert 0 < answer["cards"][0]["largest_batch"] <= answer["cards"][1]["largest_batch"], "each card has room for more"
     assert not distributed.is_initialized()
     assert main(words) == 0
     text = capsys.readouterr().out
@@ -155,3 +156,20 @@ def test_blocks_are_those_of_the_outermost_lists() -> None:
     model["single"] = nn.ModuleList([nn.Linear(2, 2)])
     model["empty"] = nn.ModuleList([nn.ReLU(), nn.ReLU()])
     assert blocks_of(model) == list(model["stages"])  # type: ignore[arg-type]
+
+
+def test_mixed_precision_gathers_half_of_the_bytes(tmp_path: Path) -> None:
+    """With FSDP2, weights are gathered in bfloat16, not under autocast in float32."""
+    folder = str(config(tmp_path, n_embd=512, n_layer=4, vocab_size=512, n_positions=64))
+    peaks = {
+        dtype: lightning_memopt.fit(folder, ["1GiB"], (4,), batch=1, length=16, dtype=dtype).purposes["weights"]
+        for dtype in ("fp32", "mixed-bf16")
+    }
+    assert peaks["mixed-bf16"] < 0.8 * peaks["fp32"]
+
+
+def test_a_step_that_raises_is_said(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=10).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="a step of .* raised ValueError: Cannot handle batch sizes > 1"):
+        lightning_memopt.fit(str(tmp_path), ["1GiB"], task="sequence-classification", batch=2, length=8)
