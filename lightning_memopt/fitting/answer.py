@@ -11,8 +11,10 @@ from typing import Any
 from lightning_memopt.batching.fit import FitError, StepFit
 from lightning_memopt.batching.fit import fit as fit_step
 from lightning_memopt.batching.plans import largest
+from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import ConfigError, InfeasibleError
-from lightning_memopt.fitting.cards import CONTEXT_NBYTES, Card, cards_of
+from lightning_memopt.fitting import plans
+from lightning_memopt.fitting.cards import CONTEXT_NBYTES, Card, cards_of, of_the_host
 from lightning_memopt.fitting.options import Options
 from lightning_memopt.fitting.recording import CHECKPOINTED, Recorded
 from lightning_memopt.fitting.sources import Source, source_of
@@ -76,6 +78,7 @@ class Fit:
     assumed: what the recorded step asked of tensors that have no bytes -> how often.
     unsized: size ("batch", "length") -> why the largest one is not known.
     frontier: the plans of the recorded step, with the seconds of the first card.
+    device: type of the device whose operators the step has.
     """
 
     source: str
@@ -86,6 +89,18 @@ class Fit:
     assumed: dict[str, int]
     unsized: dict[str, str]
     frontier: Frontier
+    device: str = "cuda"
+
+    def save_plan(self, path: str) -> str:
+        """Write the plan for the card, which a run takes by `plan=path`. Returns what was written, in words. Raises ConfigError
+        if several cards were asked about, and InfeasibleError if no plan fits.
+        """
+        return plans.save(self.frontier, self.cards, self.device, path)
+
+    @property
+    def context_nbytes(self) -> int:
+        """What a process takes of the device beside torch's allocator."""
+        return 0 if kind_of(self.device).is_host else CONTEXT_NBYTES
 
     @property
     def fits(self) -> bool:
@@ -99,7 +114,7 @@ class Fit:
             "source": self.source,
             "peak_nbytes": self.peak_nbytes,
             "smallest_nbytes": self.smallest_nbytes,
-            "context_nbytes": CONTEXT_NBYTES,
+            "context_nbytes": self.context_nbytes,
             "purposes": self.purposes,
             "cards": [asdict(card) | {"missing_nbytes": card.missing_nbytes} for card in self.cards],
             "assumed": self.assumed,
@@ -109,10 +124,11 @@ class Fit:
     def table(self) -> str:
         """The answer as text."""
         parts = ", ".join(f"{name} {format_nbytes(n)}" for name, n in sorted(self.purposes.items(), key=lambda e: -e[1]))
+        context = f" Beside it: CUDA's context and libraries, about {format_nbytes(self.context_nbytes)}."
         lines = [
             f"{self.source}: the unmodified step peaks at {format_nbytes(self.peak_nbytes)}, the smallest plan at "
             f"{format_nbytes(self.smallest_nbytes)}.",
-            f"At the peak: {parts}. Beside it: CUDA's context and libraries, about {format_nbytes(CONTEXT_NBYTES)}.",
+            f"At the peak: {parts}.{context if self.context_nbytes else ''}",
         ]
         table = Table(title="")
         sized = [(what, at) for size, what, at in _COLUMNS if size not in self.unsized]
@@ -156,9 +172,10 @@ def fit(source: str | Sequence[str], cards: Sequence[str] = (), **options: Any) 
 
     Raises ConfigError if there is no such source or card, or if its step cannot be planned.
     """
-    asked = cards_of(cards)
+    given = Options(**options)
+    asked = cards_of(cards) if given.cuda else of_the_host(cards_of(cards))
     device = asked[0].name, max(card.device.nbytes for card in asked)
-    return answered(source_of(source, Options(**options), device), asked)
+    return answered(source_of(source, given, device), asked)
 
 
 def answered(source: Source, cards: Sequence[Card]) -> Fit:
@@ -198,6 +215,7 @@ def answered(source: Source, cards: Sequence[Card]) -> Fit:
         assumed=_counted(recorded),
         unsized=unsized,
         frontier=frontier,
+        device=source.device,
     )
 
 
