@@ -28,7 +28,7 @@ from lightning_memopt.torch_private import (
     tree_map,
 )
 
-_SMALL = 1 << 24
+SMALL = 1 << 24
 """Maximum number of bytes of an op's inputs and outputs with which it runs for real."""
 _META = torch.device("meta")
 _VIEWS = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::set_", "aten::resize_"}
@@ -114,7 +114,7 @@ class Unfilled(TorchDispatchMode):
 
     def _is_small_and_filled_by(self, inputs: Sequence[torch.Tensor]) -> bool:
         """Whether the first tensor is small and a whole storage, and the others have bytes."""
-        whole = inputs[0].untyped_storage().nbytes() == inputs[0].nbytes <= _SMALL
+        whole = inputs[0].untyped_storage().nbytes() == inputs[0].nbytes <= SMALL
         return whole and not any(map(self.is_unfilled, inputs[1:]))
 
     def _fills(self, t: torch.Tensor) -> None:
@@ -140,7 +140,7 @@ class Unfilled(TorchDispatchMode):
                 return made
             self.ran[schema.name] += 1
             return tree_map(lambda t: self._empties(t) if isinstance(t, torch.Tensor) else t, made)
-        if may_run and _nbytes((*inputs, *_tensors(made))) <= _SMALL and not schema.name.startswith("aten::empty"):
+        if may_run and _nbytes((*inputs, *_tensors(made))) <= SMALL and not schema.name.startswith("aten::empty"):
             with contextlib.suppress(NotImplementedError):  # an operator of CUDA
                 return func(*args, **kwargs)
         written = self._written(func, args, kwargs)
