@@ -25,7 +25,7 @@ from lightning_memopt.fitting.options import Options
 from lightning_memopt.fitting.plans import on_device
 from lightning_memopt.fitting.recording import Recorded, record
 from lightning_memopt.fitting.sources import Source, of_training, source_of
-from lightning_memopt.graph import unmodified_levels
+from lightning_memopt.graph import COMPILED, unmodified_levels
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.plan import Plan, read_plan, write_plan
 from lightning_memopt.session.given_plan import read_given
@@ -245,6 +245,22 @@ def test_the_same_weights_in_another_step_are_refused(tmp_path: Path) -> None:
     training = net(lambda t: t.cos())
     with pytest.raises(PlanMismatchError, match="at op 2: aten::tanh in the model against aten::cos"):
         trained(training, budget="1GiB", plan=path, verbose=False)
+
+
+def test_compiled_code_is_no_other_model() -> None:
+    """`memopt fit` runs it eagerly, so nothing tells whether the ops in it are the recorded ones."""
+    graph = record(lambda: net(torch.tanh)).graph
+    plan = planner.solve(graph).smallest_plan()
+    other, compiled = (
+        replace(graph, ops=tuple(replace(op, name=name, recomputable=False) for op in graph.ops)) for name in ("a::b", COMPILED)
+    )
+    with pytest.raises(PlanMismatchError):
+        Foreseen("plan.json", plan, graph).check(other)
+    foreseen = Foreseen("plan.json", plan, graph)
+    foreseen.check(compiled)
+    known = foreseen.take(compiled)
+    assert known is not None and known.others > 0
+    assert foreseen.take(compiled) is None, "it is the plan of one batch"
 
 
 def test_a_few_other_ops(tmp_path: Path, said: Said) -> None:
