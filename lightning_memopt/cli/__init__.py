@@ -1,4 +1,4 @@
-"""The command line `memopt`: demo, plan, explain, report, breakdown, bench, chain, place, build.
+"""The command line `memopt`: demo, plan, fit, profile, explain, report, breakdown, bench, chain, place, build.
 
 Exit codes: 0 done, 1 a demo whose losses differ, or a bench whose unmodified step fails, 2 bad input, 3 no plan fits the
 budget, or no placement the capacity, 130 an interrupt.
@@ -18,7 +18,7 @@ from typing import Any
 
 from lightning_memopt import jsonio
 from lightning_memopt.bench import command as bench_command
-from lightning_memopt.cli import building, fitting, planning
+from lightning_memopt.cli import building, fitting, planning, profiling
 from lightning_memopt.cli.arguments import ending, nbytes_of, seconds_of
 from lightning_memopt.errors import ChainError, ConfigError, InfeasibleError, MemOptError
 
@@ -205,6 +205,7 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("-o", "--output", default=None, help="the plan file (default: plan.json)")
     plan.set_defaults(run=planning.run)
     fitting.add(commands)
+    profiling.add(commands)
     explain = commands.add_parser("explain", help="what a plan does with each block of the model, why, and what would help")
     explain.add_argument("plan")
     explain.add_argument("--tensors", action="store_true", help="one row for each saved tensor, with its points in the step")

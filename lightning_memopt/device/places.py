@@ -26,6 +26,11 @@ def has_memory(device: torch.device) -> bool:
     return device.type != "meta"
 
 
+def best_here() -> torch.device:
+    """This machine's accelerator; the CPU if it has none."""
+    return torch.accelerator.current_accelerator() or _CPU
+
+
 def is_here(device: torch.device) -> bool:
     """Whether this machine has such a device."""
     return on_host(device) or bool(torch.get_device_module(device).is_available())

@@ -19,7 +19,7 @@ from lightning_memopt.fitting.options import Options
 from lightning_memopt.fitting.recording import CHECKPOINTED, Recorded
 from lightning_memopt.fitting.sources import Source, source_of
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import Life, simulate
+from lightning_memopt.plan import Life, Machine, simulate
 from lightning_memopt.plan.peak import at_peak
 from lightning_memopt.report.text import Table, render
 from lightning_memopt.solvers import planner
@@ -40,7 +40,7 @@ class OnCard:
     """The answer for one card.
 
     card: its name.
-    usable_nbytes: bytes for torch's allocator, beside the context.
+    usable_nbytes: bytes for the step, beside the context and the workspaces of libraries.
     verdict: "fits": the unmodified step does. "plan": it does by a plan. "no": no plan is small enough.
     peak_nbytes: the peak of the step as it would run: unmodified, or by the plan; else the smallest budget that works.
     slowdown: predicted seconds of that step as a multiple of the unmodified one's.
@@ -71,9 +71,10 @@ class Fit:
     """The answer to whether a training step fits.
 
     source: what was asked about.
-    peak_nbytes: the allocated peak of the unmodified step.
-    smallest_nbytes: that of the smallest plan.
-    purposes: purpose -> bytes at the unmodified peak.
+    peak_nbytes: what torch's allocator reserves for the unmodified step.
+    allocated_nbytes: what it gives out of that at the peak.
+    smallest_nbytes: what it reserves for the smallest plan.
+    purposes: purpose -> allocated bytes at the unmodified peak.
     cards: the answer for each card.
     assumed: what the recorded step asked of tensors that have no bytes -> how often.
     unsized: size ("batch", "length") -> why the largest one is not known.
@@ -83,6 +84,7 @@ class Fit:
 
     source: str
     peak_nbytes: int
+    allocated_nbytes: int
     smallest_nbytes: int
     purposes: dict[str, int]
     cards: tuple[OnCard, ...]
@@ -95,7 +97,7 @@ class Fit:
         """Write the plan for the card, which a run takes by `plan=path`. Returns what was written, in words. Raises ConfigError
         if several cards were asked about, and InfeasibleError if no plan fits.
         """
-        return plans.save(self.frontier, self.cards, self.device, path)
+        return plans.save(self.frontier, self.cards, path)
 
     @property
     def context_nbytes(self) -> int:
@@ -113,6 +115,7 @@ class Fit:
             "schema": 1,
             "source": self.source,
             "peak_nbytes": self.peak_nbytes,
+            "allocated_nbytes": self.allocated_nbytes,
             "smallest_nbytes": self.smallest_nbytes,
             "context_nbytes": self.context_nbytes,
             "purposes": self.purposes,
@@ -124,11 +127,15 @@ class Fit:
     def table(self) -> str:
         """The answer as text."""
         parts = ", ".join(f"{name} {format_nbytes(n)}" for name, n in sorted(self.purposes.items(), key=lambda e: -e[1]))
-        context = f" Beside it: CUDA's context and libraries, about {format_nbytes(self.context_nbytes)}."
+        beyond = format_nbytes(self.peak_nbytes - self.allocated_nbytes)
+        on_card = (
+            f"; reserved beyond these: {beyond}. Beside it: CUDA's context and libraries, about "
+            f"{format_nbytes(self.context_nbytes)}, and cuBLAS's workspaces, 16 to 64 MiB"
+        )
         lines = [
-            f"{self.source}: the unmodified step peaks at {format_nbytes(self.peak_nbytes)}, the smallest plan at "
+            f"{self.source}: the unmodified step needs {format_nbytes(self.peak_nbytes)}, the smallest plan "
             f"{format_nbytes(self.smallest_nbytes)}.",
-            f"At the peak: {parts}.{context if self.context_nbytes else ''}",
+            f"At the peak: {parts}{on_card if self.context_nbytes else ''}.",
         ]
         table = Table(title="")
         sized = [(what, at) for size, what, at in _COLUMNS if size not in self.unsized]
@@ -156,8 +163,8 @@ class Fit:
             sizes = " and ".join(size for size, other in self.unsized.items() if other == why)
             lines.append(f"The largest {sizes} cannot be told: {why.rstrip('.')}.")
         lines.append(
-            "Peaks are allocated bytes of a step that was recorded, not computed. Workspaces of the card's kernels, and "
-            "fragmentation of its allocator, come on top. Times are ratios, from peak rates."
+            "Peaks are what torch's allocator would reserve for a step that was recorded, not computed. Workspaces of other "
+            "kernels come on top. Times are ratios, from the card's rates."
         )
         return "\n".join(lines)
 
@@ -183,8 +190,7 @@ def answered(source: Source, cards: Sequence[Card]) -> Fit:
     sizes = {"batch": source.batch or 1, "length": source.length or 1}
     recorded = source.record(*sizes.values())
     graph = recorded.graph
-    peak = at_peak(graph, keep_all(graph))
-    plain_nbytes = peak.total
+    peak, plain_nbytes = at_peak(graph, keep_all(graph)), _needs(graph, keep_all(graph))
     tight = sorted({card.usable_nbytes for card in cards if card.usable_nbytes < plain_nbytes})
     timed = cards[0].timed(graph)
     frontier = planner.solve(
@@ -202,10 +208,11 @@ def answered(source: Source, cards: Sequence[Card]) -> Fit:
             unsized[size] = fitted
             most[size] = [(None, None)] * len(cards)
         else:
-            most[size] = _most(fitted, cards, _LARGEST[size])
+            most[size] = _most(fitted, cards, _LARGEST[size], here or 1)
     return Fit(
         source=source.name,
         peak_nbytes=plain_nbytes,
+        allocated_nbytes=peak.total,
         smallest_nbytes=frontier.smallest_nbytes,
         purposes=dict(peak.by(1)),
         cards=tuple(
@@ -256,14 +263,37 @@ def _on(card: Card, graph: Graph, frontier: Frontier, plain_nbytes: int, batch: 
     return OnCard(card.name, usable, verdict, peak_nbytes, slowdown, *batch, *length)
 
 
-def _most(sizes: StepFit, cards: Sequence[Card], cap: int) -> list[Most]:
+def _needs(graph: Graph, lives: tuple[Life, ...]) -> int:
+    """What torch's allocator reserves for a plan."""
+    reserve = Machine().reserve(graph)
+    return simulate(graph, lives).predicted.peak_nbytes if reserve is None else reserve(lives)
+
+
+def _most(sizes: StepFit, cards: Sequence[Card], cap: int, here: int) -> list[Most]:
     """For each card, the largest sizes that fit, at most `cap`; 0 if none does. The plan is the smallest one of the largest
     unmodified step, where activations matter most.
+
+    here: the size of the step that was recorded.
     """
 
     def most(lives: tuple[Life, ...]) -> list[int]:
         peak = cache(lambda n: simulate(sizes.at(n), lives).predicted.peak_nbytes)
-        return [largest(peak, card.usable_nbytes, 1, cap) for card in cards]
+        needs = cache(lambda n: _needs(sizes.at(n), lives))
+
+        def on(usable_nbytes: int) -> int:
+            """Reserved bytes take long to ask for, so a size within 2 % of the largest one is good enough."""
+            fits, above = here if needs(here) <= usable_nbytes else 0, largest(peak, usable_nbytes, 1, cap) + 1
+            size = above - 1
+            while above - fits > max(1, fits // 50):
+                if needs(size) <= usable_nbytes:
+                    fits = size
+                    size = (fits + above) // 2
+                else:
+                    above = size
+                    size = max(fits + 1, largest(peak, peak(size) * usable_nbytes // needs(size), 1, size - 1))
+            return fits
+
+        return [on(card.usable_nbytes) for card in cards]
 
     plain = most(keep_all(sizes.large))
     planned = most(planner.smallest(sizes.at(max(1, *plain))).lives)
@@ -297,7 +327,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[OnCard], Most]], ...] = (
 
 def _assumed(assumed: dict[str, int]) -> list[str]:
     texts = {
-        "aten::_local_scalar_dense": "numbers that the step asked of tensors without bytes are 1.0, 0 or False",
+        "aten::_local_scalar_dense": "numbers asked of tensors without bytes are 1.0 or 0, and conditions on all of them hold",
         CHECKPOINTED: "gradient checkpointing is off, since a plan replaces it",
         "aten::topk": "topk of scores without bytes takes all equally often, as a balanced router of experts",
     }

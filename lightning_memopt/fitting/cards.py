@@ -38,8 +38,8 @@ class Card:
 
     @property
     def usable_nbytes(self) -> int:
-        """Bytes for torch's allocator."""
-        return self.device.nbytes - self.context_nbytes
+        """Bytes for the step."""
+        return self.device.nbytes - self.context_nbytes - (self.device.workspace_nbytes if self.context_nbytes else 0)
 
     def timed(self, graph: Graph) -> Graph:
         """The graph with the seconds that its ops take on this card, by the roofline model."""
@@ -53,7 +53,7 @@ class Card:
         read = [graph.tensors[t] for t in {*op.inputs, *written}]
         dtypes = {t.dtype for t in read}
         dtype = next((d for d in ("float32", "bfloat16", "float16") if d in dtypes), "float32")
-        return self.device.op_seconds(op.flops, sum(t.nbytes for t in read), dtype)
+        return self.device.op_seconds(op.flops, sum(t.nbytes for t in read), dtype, op.name)
 
 
 def cards_of(names: Sequence[str]) -> tuple[Card, ...]:

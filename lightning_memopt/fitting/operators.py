@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
+from torch.torch_version import TorchVersion
 
 from lightning_memopt.fitting.unfilled import Unfilled
 from lightning_memopt.torch_private import CHECKPOINT_GENERATOR, default_device, makers_on_default_device, parse_to
@@ -25,21 +26,37 @@ _DROPOUTS = (torch.dropout, torch.nn.functional.dropout)
 _HALF = (torch.bfloat16, torch.float16)
 _OF_DEVICES = (torch.device, parse_to)
 """Functions that return a device: it is the one that was asked for, until a tensor is made on it or moved to it."""
+_READS = (torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist)
+"""Functions that give all values to user code. No dispatch mode sees them."""
+_TORCH, _GROUPED = TorchVersion(torch.__version__), "2.14"
+"""From this version on, memory-efficient attention takes grouped heads."""
 _LARGEST_HEAD = 256
 """The largest head that flash attention has kernels for."""
 _ONE_BY_ONE = ("Adafactor", "Muon", "LBFGS", "SparseAdam")
 """Optimizers that update one parameter after the other on CUDA, too, unless they are asked for more."""
 
 
-class CudaOperators(TorchFunctionMode):
-    """Within, attention and dropout are those of CUDA, and what is made on or moved to a CUDA device is on the CPU.
+class Reads(TorchFunctionMode):
+    """Within, tensors whose values user code reads all at once have values.
 
-    mode: is told of these tensors.
+    mode: gives them.
     """
 
     def __init__(self, mode: Unfilled) -> None:
         super().__init__()
         self._mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in _READS:
+            self._mode.answers(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+class CudaOperators(Reads):
+    """Within, attention and dropout are those of CUDA, too, and what is made on or moved to a CUDA device is on the CPU.
+
+    mode: is told of these tensors.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -60,7 +77,7 @@ class CudaOperators(TorchFunctionMode):
         if func is torch.nn.functional.multi_head_attention_forward:  # this mode is off in what it calls
             with mock.patch.multiple(torch.nn.functional, scaled_dot_product_attention=_attention, dropout=_dropout):
                 return func(*args, **kwargs)
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
     def _moved(self, made: Any) -> Any:
         """What was moved to the card. A part of a tensor on the host is copied, as it would be."""
@@ -98,11 +115,12 @@ def _attention(
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (t.to(torch.get_autocast_dtype("cpu")) for t in (query, key, value))
     aten, head = torch.ops.aten, query.size(-1)
-    grouped = enable_gqa and query.size(-3) != key.size(-3)
-    if query.dim() != 4 or (grouped and (attn_mask is not None or query.dtype not in _HALF)):
+    flash = attn_mask is None and query.dtype in _HALF and head <= _LARGEST_HEAD
+    grouped = enable_gqa and query.dim() == 4 and query.size(-3) != key.size(-3)
+    if query.dim() != 4 or (grouped and not flash and _TORCH < _GROUPED):
         return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     scale = head**-0.5 if scale is None else scale
-    if attn_mask is None and query.dtype in _HALF and head <= _LARGEST_HEAD:
+    if flash:
         padded = [torch.nn.functional.pad(t, (0, -head % 8)) if head % 8 else t for t in (query, key, value)]
         made = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
         return made[..., :head] if head % 8 else made

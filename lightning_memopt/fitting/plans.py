@@ -7,16 +7,10 @@ from dataclasses import replace
 from typing import Protocol
 
 from lightning_memopt import jsonio
-from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import ConfigError, InfeasibleError
-from lightning_memopt.graph import Graph
 from lightning_memopt.plan import write_plan
-from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.frontier import Frontier
 from lightning_memopt.units import format_nbytes
-
-_SEARCH_SECONDS, _LIMIT_SECONDS = 10.0, 60.0
-"""As for the answer. The search begins with the answer's plans, and the device's allocator is counted now."""
 
 
 class OnCard(Protocol):
@@ -39,7 +33,7 @@ def check(cards: Sequence[str], path: str) -> None:
     jsonio.check_target(path)
 
 
-def save(found: Frontier, cards: Sequence[OnCard], device: str, path: str) -> str:
+def save(found: Frontier, cards: Sequence[OnCard], path: str) -> str:
     """Write the plan for the only card, with the recorded step: see `Fit.save_plan`."""
     check([on.card for on in cards], path)
     (on,) = cards
@@ -50,28 +44,11 @@ def save(found: Frontier, cards: Sequence[OnCard], device: str, path: str) -> st
             smallest_nbytes=found.smallest_nbytes,
             budget_nbytes=on.usable_nbytes,
         )
-    graph = on_device(found.graph, device)
-    frontier = planner.solve(
-        graph,
-        search_seconds=_SEARCH_SECONDS,
-        limit_seconds=_LIMIT_SECONDS,
-        budgets=(on.usable_nbytes,),
-        keep_nbytes=on.usable_nbytes,
-        start=[(c.solver, c.lives) for c in found.candidates],
-    )
-    plan = frontier.plan(max(on.usable_nbytes, frontier.smallest_nbytes))
+    graph = replace(found.graph, computed=False)
+    plan = found.plan(on.usable_nbytes)
     write_plan(path, plan, graph)
     what = f"runs {plan.predicted.rebuilt_ops} ops again" if plan.predicted.rebuilt_ops else "keeps everything"
-    over = plan.predicted.needed_nbytes - on.usable_nbytes
-    above = f" With what the allocator reserves, it is {format_nbytes(over)} too large, so the run will search from it."
     return (
         f"{path}: a plan for {on.card}, which {what}: predicted peak {format_nbytes(plan.predicted.needed_nbytes)} of "
-        f"{format_nbytes(on.usable_nbytes)}. Give it to a run by plan={path!r}.{above if over > 0 else ''}"
+        f"{format_nbytes(on.usable_nbytes)}. Give it to a run by plan={path!r}."
     )
-
-
-def on_device(graph: Graph, device: str) -> Graph:
-    """The recorded step as one of a device of this type, whose allocator gives whole blocks."""
-    blocks = kind_of(device).allocated_nbytes
-    tensors = tuple(replace(t, nbytes=blocks(t.nbytes)) for t in graph.tensors)
-    return replace(graph, tensors=tensors, device=device, computed=False)

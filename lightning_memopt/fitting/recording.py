@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,11 +14,13 @@ from torch.optim import Optimizer
 
 from lightning_memopt.batching.trials import NEVER_PLANNED
 from lightning_memopt.config import MemOptConfig
+from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.fitting.autocast import cuda_autocast
-from lightning_memopt.fitting.operators import CudaOperators, update_together, without_checkpointing
+from lightning_memopt.fitting.operators import CudaOperators, Reads, update_together, without_checkpointing
 from lightning_memopt.fitting.unfilled import Unfilled
-from lightning_memopt.graph import OUTSIDE, Graph, Tensor
+from lightning_memopt.fitting.workspaces import workspace_nbytes
+from lightning_memopt.graph import OUTSIDE, Graph, Op, Tensor
 
 if TYPE_CHECKING:
     from lightning_memopt.bench.subject import Training
@@ -90,7 +93,7 @@ def recorded(observe: Observe, cuda: bool = False) -> Recorded:
     with _same_random_numbers():
         mode = Unfilled()
         try:
-            with mode, _cuda(mode) if cuda else contextlib.nullcontext():
+            with mode, _cuda(mode) if cuda else Reads(mode):
                 observed = observe(mode)
         finally:
             mode.close()
@@ -99,7 +102,8 @@ def recorded(observe: Observe, cuda: bool = False) -> Recorded:
             "the step cannot be planned: it must run a forward of the model in training, its backward, and optimizer.step(). "
             f"{observed.said}"
         )
-    return Recorded(_without(observed.graph, observed.host_nbytes), mode.assumed, mode.ran)
+    graph = _without(observed.graph, observed.host_nbytes)
+    return Recorded(_on_cuda(graph) if cuda else graph, mode.assumed, mode.ran)
 
 
 @contextlib.contextmanager
@@ -145,3 +149,30 @@ def _without(graph: Graph, host_nbytes: int) -> Graph:
         return replace(t, nbytes=nbytes if nbytes > _PROCESS_NBYTES else 0)
 
     return replace(graph, tensors=tuple(map(own, graph.tensors)))
+
+
+def _on_cuda(graph: Graph) -> Graph:
+    """The graph as one of a CUDA device, whose allocator gives whole blocks, and reserves more than it gives."""
+    blocks = kind_of("cuda").allocated_nbytes
+    tensors = tuple(replace(t, nbytes=blocks(t.nbytes)) for t in graph.tensors)
+    ops = tuple(replace(op, workspace_nbytes=workspace_nbytes(graph, op)) for op in graph.ops)
+    graph = replace(graph, tensors=tensors, ops=ops, device="cuda")
+    updates = (op for op in graph.ops if op.phase == "update" and op.workspace_nbytes)
+    return replace(graph, asked={op.id: _requests(graph, op) for op in updates})
+
+
+def _requests(graph: Graph, op: Op) -> tuple[int, ...]:
+    """The requests of an update's workspace: optimizers that update all parameters together make a temporary of the size of
+    each of them.
+    """
+    sizes = [t.nbytes for t in graph.tensors if t.kind == "gradient" and t.nbytes]
+    asked: list[int] = []
+    left = op.workspace_nbytes
+    for size in cycle(sizes):
+        if size > left:
+            break
+        asked.append(size)
+        left -= size
+    if left:
+        asked.append(left)
+    return *asked, *(-1 - i for i in range(len(asked)))

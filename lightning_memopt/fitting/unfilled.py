@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,12 +31,28 @@ from lightning_memopt.torch_private import (
 SMALL = 1 << 24
 """Maximum number of bytes of an op's inputs and outputs with which it runs for real."""
 _META = torch.device("meta")
-_VIEWS = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::set_", "aten::resize_"}
-"""Ops that move no bytes, although their schemas do not say so."""
+_VIEWS = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::unsafe_split", "aten::unsafe_split_with_sizes"}
+"""Ops that move no bytes, although neither their schemas nor their tags say so."""
 _FILLS = {"aten::zero_", "aten::fill_", "aten::copy_"}
 """Ops that overwrite every byte of their first argument."""
-_ROUTES = "aten::topk"
-"""The op by which a mixture of experts chooses experts. Of unfilled scores it chooses all experts equally often."""
+_TOPK = "aten::topk"
+_ARGMAX = "aten::argmax"
+"""The ops by which a mixture of experts chooses experts. Of unfilled scores they choose all experts equally often."""
+_ANSWERS = {"aten::isnan": torch.zeros, "aten::all": torch.ones, "aten::_is_all_true": torch.ones}
+"""Conditions on unfilled tensors whose answers are known: nothing is NaN, and what is asked about all is true of all."""
+_CONTIGUOUS = {
+    "aten::native_layer_norm_backward",
+    "aten::_softmax_backward_data",
+    "aten::_log_softmax_backward_data",
+    "aten::mse_loss_backward",
+}
+_FORMAT_OF = {"aten::native_batch_norm": 0, "aten::native_batch_norm_backward": 1}
+_STRIDES_OF = {"aten::softplus_backward": 0}
+"""Ops to whose first result the kernel for `meta` gives strides that no device gives it. It is contiguous, or has the memory
+format or the strides of the argument with this index.
+"""
+_KEEPS = {"aten::mse_loss", "aten::smooth_l1_loss", "aten::binary_cross_entropy", "aten::soft_margin_loss", "aten::col2im"}
+"""Ops whose result keeps memory for as many elements as the first argument has, in which it was made before it was reduced."""
 _FINITE = {"aten::_amp_foreach_non_finite_check_and_unscale_": 1}
 """Name -> the argument that it writes only if it meets a value that is not finite: a step is planned in which there is none."""
 
@@ -85,6 +101,13 @@ class Unfilled(TorchDispatchMode):
     def is_unfilled(self, t: torch.Tensor) -> bool:
         return storage_id(t) in self._unfilled
 
+    def answers(self, t: torch.Tensor) -> None:
+        """User code reads all values of `t`: if they are not known, each is as a number that it asks for."""
+        if self.is_unfilled(t):
+            self.assumed["aten::_local_scalar_dense"] += 1
+            with no_dispatch_modes():
+                t.detach().fill_(float(t.dtype.is_floating_point))
+
     def _empties(self, t: torch.Tensor) -> torch.Tensor:
         """Note that the bytes of `t` are not computed."""
         if storage_id(t) not in self._unfilled:
@@ -94,7 +117,7 @@ class Unfilled(TorchDispatchMode):
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with no_dispatch_modes():  # the ops that this mode itself runs are not the step's
-            if func.is_view or func._schema.name in _VIEWS:
+            if func.is_view or torch.Tag.inplace_view in func.tags or func._schema.name in _VIEWS:
                 return func(*args, **kwargs)
             inputs = list(_tensors((args, kwargs)))
             made = self._made(func, args, kwargs, inputs)
@@ -133,7 +156,7 @@ class Unfilled(TorchDispatchMode):
         if any(a.name == "device" for a in schema.arguments):
             given[1]["device"] = _META
         try:
-            made = func(*given[0], **given[1])
+            made = _with_strides(schema.name, args, func(*given[0], **given[1]))
         except (NotImplementedError, RuntimeError):
             made = func(*args, **kwargs)
             if may_run:
@@ -144,21 +167,30 @@ class Unfilled(TorchDispatchMode):
             with contextlib.suppress(NotImplementedError):  # an operator of CUDA
                 return func(*args, **kwargs)
         written = self._written(func, args, kwargs)
-        if schema.name == _ROUTES:
-            self.assumed[_ROUTES] += 1
-            return self._like(made[0]), _in_turn(
-                made[1].size(), inputs[0].size(kwargs.get("dim", args[2] if len(args) > 2 else -1))
-            )
+        if schema.name == _TOPK:
+            return self._like(made[0]), self._routed(made[1], inputs[0], kwargs.get("dim", args[2] if len(args) > 2 else -1))
+        if schema.name == _ARGMAX and len(args) > 1 and args[1] is not None:
+            return self._routed(made, inputs[0], args[1])
+        if not may_run and schema.name in _ANSWERS and made.numel() <= SMALL:
+            self.assumed["aten::_local_scalar_dense"] += 1
+            return _ANSWERS[schema.name](made.size(), dtype=torch.bool)
 
         def of(index: int, value: Any) -> Any:
             info = schema.returns[index].alias_info
             if info is not None:
                 return next(given for names, given in written if names == info.before_set)
+            if schema.name in _KEEPS:
+                return self._empties(torch.empty(inputs[0].numel(), dtype=value.dtype).as_strided(value.size(), value.stride()))
             return tree_map(self._like, value)
 
         if len(schema.returns) == 1:
             return of(0, made)
         return tuple(of(i, value) for i, value in enumerate(made)) if schema.returns else None
+
+    def _routed(self, made: torch.Tensor, scores: torch.Tensor, dim: int) -> torch.Tensor:
+        """Indices along a dimension of unfilled scores, each as often as any other."""
+        self.assumed[_TOPK] += 1
+        return (torch.arange(made.numel()) % scores.size(dim)).view(made.size())
 
     def _written(self, func: OpOverload, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
         """(names in the schema, argument) of the arguments that the op writes, which are unfilled from now on."""
@@ -201,6 +233,26 @@ def _as_meta(value: Any) -> Any:
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=_META)
 
 
-def _in_turn(size: torch.Size, choices: int) -> torch.Tensor:
-    """Indices below `choices`, each as often as any other."""
-    return (torch.arange(size.numel()) % choices).view(size)
+def _with_strides(name: str, args: tuple[Any, ...], made: Any) -> Any:
+    """What a kernel for `meta` made, with the strides that kernels for devices give it."""
+    if name in _STRIDES_OF:
+        like = args[_STRIDES_OF[name]]
+        return _first(made, lambda t: torch.empty_like(like, dtype=t.dtype, device=_META))
+    if name in _CONTIGUOUS or name in _FORMAT_OF:
+        last = name in _FORMAT_OF and _is_channels_last(args[_FORMAT_OF[name]])
+        memory_format = torch.channels_last if last else torch.contiguous_format
+        return _first(made, lambda t: t.contiguous(memory_format=memory_format))
+    if name == "aten::convolution" and _is_channels_last(args[0]):
+        return made.contiguous(memory_format=torch.channels_last)
+    return made
+
+
+def _first(made: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """What an op made, with its only or its first tensor changed."""
+    if isinstance(made, torch.Tensor):
+        return change(made)
+    return (None if made[0] is None else change(made[0]), *made[1:])
+
+
+def _is_channels_last(t: torch.Tensor) -> bool:
+    return t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous()

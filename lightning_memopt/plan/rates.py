@@ -1,8 +1,8 @@
 """How fast bytes move and ops run on a machine. Rates are measured (`trace/link.py`), or come from a profile of the package.
 
 A copy of n bytes takes `latency + n / rate`. A codec takes `n / rate` for n decoded bytes. An op takes `max(flops / rate, bytes
-/ bandwidth) + launch` on a card other than the one where it was recorded (the roofline model). Rates are in bytes and FLOPs per
-second; `sources` says where each number comes from.
+/ bandwidth) / efficiency + launch` on a card other than the one where it was recorded (the roofline model). Rates are in bytes
+and FLOPs per second; `sources` says where each number comes from.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ SCHEMA = 1
 PROFILES = Path(__file__).parent.parent / "profiles"
 
 _FIELDS = ("format", "schema", "name", "links", "codecs", "device", "sources")
-_DEVICE = ("nbytes", "flops_per_second", "bytes_per_second", "launch_seconds")
+_DEVICE = ("nbytes", "flops_per_second", "bytes_per_second", "launch_seconds", "efficiency", "workspace_nbytes")
+_KINDS = {"convolution": ("conv",), "attention": ("attention",), "normalization": ("_norm", "softmax")}
+"""Kind of operator -> parts of the names of its operators."""
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear", "_addmm_activation", "_grouped_mm"}
+OPERATORS = (*_KINDS, "matmul", "elementwise")
+"""Kinds of operators. All that are not of another kind are "elementwise"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,25 +51,39 @@ class Coding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A card, as far as it is needed to estimate how long ops recorded elsewhere take on it. `flops_per_second` is by dtype
-    ("float32").
+    """A card, as far as it is needed to estimate how long ops recorded elsewhere take on it.
+
+    flops_per_second: by dtype ("float32").
+    efficiency: by kind of operator (`OPERATORS`): the share of these rates that it reaches. 1.0 if it is missing.
+    workspace_nbytes: what libraries for products of matrices keep from their first call on, in torch's allocator.
     """
 
     nbytes: int
     flops_per_second: Mapping[str, float]
     bytes_per_second: float
     launch_seconds: float = 0.0
+    efficiency: Mapping[str, float] = field(default_factory=dict)
+    workspace_nbytes: int = 0
 
-    def op_seconds(self, flops: int, nbytes: int, dtype: str = "float32") -> float:
-        """Seconds of an op that does `flops` and moves `nbytes` of the card's memory. Raises ConfigError for a dtype without a
-        rate.
+    def op_seconds(self, flops: int, nbytes: int, dtype: str = "float32", operator: str = "") -> float:
+        """Seconds of an op that does `flops` and moves `nbytes` of the card's memory. `operator`: its name, "aten::mm". Raises
+        ConfigError for a dtype without a rate.
         """
         rate = self.flops_per_second.get(dtype)
         if rate is None:
             raise ConfigError(
                 f"the profile has no FLOP rate for {dtype}; use one of {', '.join(sorted(self.flops_per_second))}"
             )
-        return max(flops / rate, nbytes / self.bytes_per_second) + self.launch_seconds
+        efficiency = self.efficiency.get(kind_of(operator), 1.0)
+        return max(flops / rate, nbytes / self.bytes_per_second) / efficiency + self.launch_seconds
+
+
+def kind_of(operator: str) -> str:
+    """The kind of an operator ("aten::mm"), one of `OPERATORS`."""
+    name = operator.rpartition("::")[2].partition(".")[0]
+    if name in _PRODUCTS:
+        return "matmul"
+    return next((kind for kind, parts in _KINDS.items() if any(part in name for part in parts)), OPERATORS[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,17 +194,24 @@ def _positive(top: Fields, where: str, value: object, of: type[Link] | type[Codi
 
 def _device(top: Fields) -> Device:
     inner = top.inner("device", _DEVICE)
-    table = _table(inner, "flops_per_second")
-    rates = Fields(dict(table), f"{inner.where}.flops_per_second", tuple(key for key, _ in table))
     device = Device(
         nbytes=inner.integer("nbytes", low=1),
-        flops_per_second={key: rates.number(key) for key, _ in table},
+        flops_per_second=_rates(inner, "flops_per_second"),
         bytes_per_second=inner.number("bytes_per_second"),
         launch_seconds=inner.number("launch_seconds"),
+        efficiency=_rates(inner, "efficiency"),
+        workspace_nbytes=inner.integer("workspace_nbytes"),
     )
-    for key, number in device.flops_per_second.items():
-        if number == 0:
-            rates.refuse(key, None, "0, which would take forever")
     if device.bytes_per_second == 0:
         inner.refuse("bytes_per_second", None, "0, which would take forever")
     return device
+
+
+def _rates(inner: Fields, key: str) -> dict[str, float]:
+    """A table of numbers above 0."""
+    table = _table(inner, key)
+    rates = Fields(dict(table), f"{inner.where}.{key}", tuple(name for name, _ in table))
+    for name, _ in table:
+        if rates.number(name) == 0:
+            rates.refuse(name, None, "0, which would take forever")
+    return {name: rates.number(name) for name, _ in table}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_memopt.errors import ConfigError, PlanFileError
-from lightning_memopt.plan.rates import Coding, Device, Link, MachineRates, profile, profiles
+from lightning_memopt.plan.rates import OPERATORS, Coding, Device, Link, MachineRates, kind_of, profile, profiles
 
 RATES = MachineRates(
     name="a machine",
@@ -39,6 +40,22 @@ def test_an_op_takes_what_limits_it() -> None:
     assert device.op_seconds(2 * 10**9, 8) == pytest.approx(2e-3 + 1e-6), "arithmetic"
     assert device.op_seconds(8, 10**9) == pytest.approx(1e-2 + 1e-6), "memory"
     assert device.op_seconds(0, 0) == pytest.approx(1e-6), "its launch"
+    slow = replace(device, efficiency={"attention": 0.5, "normalization": 2.0})
+    flash = "aten::_scaled_dot_product_flash_attention"
+    assert slow.op_seconds(2 * 10**9, 8, operator=flash) == pytest.approx(4e-3 + 1e-6)
+    assert slow.op_seconds(2 * 10**9, 8, operator="aten::mm") == pytest.approx(2e-3 + 1e-6), "its efficiency is not known"
+
+
+def test_kinds_of_operators() -> None:
+    kinds = {
+        "matmul": ("aten::mm", "aten::addmm", "aten::bmm.out", "aten::_grouped_mm"),
+        "convolution": ("aten::convolution", "aten::convolution_backward", "aten::mkldnn_convolution"),
+        "attention": ("aten::_scaled_dot_product_efficient_attention_backward", "aten::_flash_attention_forward"),
+        "normalization": ("aten::native_layer_norm", "aten::_softmax", "aten::native_batch_norm_backward"),
+        "elementwise": ("aten::gelu", "aten::digamma", "aten::upsample_bilinear2d", "aten::normal_", ""),
+    }
+    assert set(kinds) == set(OPERATORS)
+    assert all(kind_of(name) == kind for kind, names in kinds.items() for name in names)
 
 
 def test_what_has_no_rate_is_refused_by_name() -> None:
@@ -82,6 +99,7 @@ def broken() -> Iterator[tuple[dict[str, Any], str]]:
     yield changed("codecs", "block", "encode_bytes_per_second", value=0), "0, which would take forever"
     yield changed("device", "nbytes", value=0), "rates.device.nbytes: 0 is not a whole number"
     yield changed("device", "flops_per_second", value={"float32": 0}), "flops_per_second.float32: 0"
+    yield changed("device", "efficiency", value={"attention": 0}), "efficiency.attention: 0"
     yield changed("device", "bytes_per_second", value=0.0), "rates.device.bytes_per_second: 0"
     yield changed("device", value=7), "rates.device is 7"
     yield changed("sources", "machine", value=None), "rates.sources.machine: None is not text"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_memopt
-from lightning_memopt import optimize
+from benchmarks.lib.graphs import computed, peak_nbytes
 from lightning_memopt.bench.subject import Training
 from lightning_memopt.cli import main
 from lightning_memopt.errors import ConfigError
@@ -24,9 +25,7 @@ from lightning_memopt.fitting.options import Options
 from lightning_memopt.fitting.recording import record
 from lightning_memopt.fitting.sources import of_training, source_of
 from lightning_memopt.fitting.unfilled import Unfilled
-from lightning_memopt.plan import simulate
-from lightning_memopt.solvers.rollout import keep_all
-from tests.cpu.fitting.test_unfilled import alone
+from lightning_memopt.session.solve.foresight import unmodified_peak
 
 WIDTH = 256
 
@@ -51,7 +50,8 @@ CHAIN = of_training("chain", chain, 4096)
 def card(nbytes: int) -> Card:
     """A card with so many bytes for torch."""
     (known,) = cards_of(["h100-80gb"])
-    return Card(f"{nbytes}", replace(known.device, nbytes=nbytes + CONTEXT_NBYTES))
+    beside_nbytes = CONTEXT_NBYTES + known.device.workspace_nbytes
+    return Card(f"{nbytes}", replace(known.device, nbytes=nbytes + beside_nbytes))
 
 
 @pytest.fixture(scope="module")
@@ -68,44 +68,40 @@ def test_verdicts(asked: Fit) -> None:
     assert fits.peak_nbytes == asked.peak_nbytes and fits.slowdown == 1 and fits.missing_nbytes == 0
     assert by_plan.peak_nbytes <= by_plan.usable_nbytes and 1 < by_plan.slowdown < 2
     assert too_small.missing_nbytes == 1, "the smallest plan needs one byte more"
-    assert sum(asked.purposes.values()) == asked.peak_nbytes
+    assert sum(asked.purposes.values()) == asked.allocated_nbytes <= asked.peak_nbytes
 
 
-def test_the_largest_batch_fits_and_one_sample_more_does_not(asked: Fit) -> None:
+def test_the_largest_batch_fits_and_a_slightly_larger_one_does_not(asked: Fit) -> None:
     """Asked of steps that are recorded at those sizes."""
 
     def peak(batch: int) -> int:
-        graph = record(lambda: chain(batch), cuda=True).graph
-        return simulate(graph, keep_all(graph)).predicted.peak_nbytes
+        return unmodified_peak(record(lambda: chain(batch), cuda=True).graph)
 
     for on in asked.cards:
         assert on.largest_batch is not None and on.largest_planned_batch is not None
-        assert peak(on.largest_batch) <= on.usable_nbytes < peak(on.largest_batch + 1)
+        assert peak(on.largest_batch) <= on.usable_nbytes < peak(ceil(1.03 * on.largest_batch))
         assert on.largest_planned_batch > on.largest_batch
-    assert asked.cards[0].largest_batch == CHAIN.batch
+    assert asked.cards[0].largest_batch >= CHAIN.batch
 
 
 def test_the_peak_is_that_of_the_step_that_runs() -> None:
     """By torch's allocator, with the optimizer that updates all parameters together."""
-    training = chain(512)
-    update_together([training.optimizer])  # type: ignore[list-item]
-    with optimize(training.model, training.optimizer, budget="min", profile_steps=1 << 20, verify=False, verbose=False) as run:
-        for _ in range(2):
-            training.step()
-        real = run.session.observed_graph
-    assert real is not None
-    real = alone(real)
-    expected = simulate(real, keep_all(real)).predicted.peak_nbytes
+
+    def together() -> Training:
+        training = chain(512)
+        update_together([training.optimizer])  # type: ignore[list-item]
+        return training
+
     assert answered(of_training("chain", chain, None), [card(1 << 40)]).cards[0].largest_batch is None
-    found = alone(record(lambda: chain(512), cuda=True).graph)
-    workspaces = max(op.workspace_nbytes for op in real.ops)
-    assert expected - workspaces <= simulate(found, keep_all(found)).predicted.peak_nbytes <= expected
+    recorded = record(lambda: chain(512), cuda=True).graph
+    blocks_nbytes = 512 * len(recorded.tensors)  # what a block of CUDA's allocator may have beyond its tensor
+    assert 0 <= peak_nbytes(recorded) - peak_nbytes(computed(together)) < blocks_nbytes
 
 
 def test_the_table_and_json(asked: Fit) -> None:
     text = asked.table()
     assert "fits as it is" in text and "fits by a plan" in text and "no: 1 B missing" in text
-    assert "allocated bytes of a step that was recorded, not computed" in text
+    assert "would reserve for a step that was recorded, not computed" in text and "; reserved beyond these: " in text
     parsed = json.loads(json.dumps(asked.to_json()))
     assert [c["verdict"] for c in parsed["cards"]] == ["fits", "plan", "no"] and parsed["cards"][2]["missing_nbytes"] == 1
 
@@ -130,17 +126,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "dtype is 'fp64'; give one of fp32" in capsys.readouterr().err
 
 
-def test_the_longest_sample_fits_and_one_token_more_does_not(tmp_path: Path) -> None:
+def test_the_longest_sample_fits_and_a_slightly_longer_one_does_not(tmp_path: Path) -> None:
     """Asked of steps that are recorded at those lengths."""
     folder = config(tmp_path)
     (on,) = answered(source_of(str(folder), Options(batch=2, length=48), ("card", 0)), [card(40 << 20)]).cards
 
     def peak(length: int) -> int:
-        graph = source_of(str(folder), Options(batch=2), ("card", 0)).record(2, length).graph
-        return simulate(graph, keep_all(graph)).predicted.peak_nbytes
+        return unmodified_peak(source_of(str(folder), Options(batch=2), ("card", 0)).record(2, length).graph)
 
     assert on.longest is not None and on.longest_planned is not None and on.longest < on.longest_planned
-    assert peak(on.longest) <= on.usable_nbytes < peak(on.longest + 1)
+    assert peak(on.longest) <= on.usable_nbytes < peak(ceil(1.03 * on.longest))
 
 
 def test_attention_and_dropout_within_torchs_own_attention_are_those_of_cuda() -> None:
@@ -161,7 +156,7 @@ def test_attention_and_dropout_within_torchs_own_attention_are_those_of_cuda() -
 
 def test_names_of_cards(tmp_path: Path) -> None:
     assert [c.name for c in cards_of([])] == list(CARDS)
-    assert cards_of(["24GiB"])[0].usable_nbytes == (24 << 30) - CONTEXT_NBYTES
+    assert cards_of(["24GiB"])[0].usable_nbytes == (24 << 30) - CONTEXT_NBYTES - (64 << 20), "as if it was an H100"
     with pytest.raises(ConfigError, match="'h1000' is no card: give bytes"):
         cards_of(["h1000"])
 
@@ -290,7 +285,7 @@ def test_a_users_function_with_a_model_on_meta(
     monkeypatch.syspath_prepend(str(tmp_path))
     assert main(["fit", "mine_to_fit:build", "--card", "1GiB", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    weights = 4 * (64 * 64 + 64) * 4
+    weights = 4 * (64 * 64 * 4 + 512)  # a bias takes a block of the allocator
     assert answer["purposes"]["weights"] == weights and answer["purposes"]["optimizer state"] >= 2 * weights
     assert answer["cards"][0]["largest_batch"] is None, "only the function knows its batch"
     assert main(["plan", "mine_to_fit:build", "--budget", "min", "-o", str(tmp_path / "plan.json")]) == 2

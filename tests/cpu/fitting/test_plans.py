@@ -22,7 +22,6 @@ from lightning_memopt.errors import ConfigError, InfeasibleError, PlanMismatchEr
 from lightning_memopt.fitting.answer import answered
 from lightning_memopt.fitting.cards import cards_of, of_the_host
 from lightning_memopt.fitting.options import Options
-from lightning_memopt.fitting.plans import on_device
 from lightning_memopt.fitting.recording import Recorded, record
 from lightning_memopt.fitting.sources import Source, of_training, source_of
 from lightning_memopt.graph import COMPILED, unmodified_levels
@@ -283,7 +282,7 @@ def test_a_few_other_ops(tmp_path: Path, said: Said) -> None:
 def test_a_plan_for_cuda_is_refused_here(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
     build = BUILDS["gpt2"]
-    graph = on_device(record(build, cuda=True).graph, "cuda")
+    graph = replace(record(build, cuda=True).graph, computed=False)
     write_plan(path, planner.solve(graph, search_seconds=1).plan(1 << 40), graph)
     assert all(t.nbytes % 512 == 0 for t in graph.tensors), "blocks of CUDA's allocator"
     with pytest.raises(PlanMismatchError, match="was made for cuda, the model is on cpu"):

@@ -5,22 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_memopt import optimize
+from benchmarks.lib.graphs import computed, different, peak_nbytes
 from lightning_memopt.bench import zoo
 from lightning_memopt.bench.subject import Training
 from lightning_memopt.errors import ConfigError
-from lightning_memopt.fitting.recording import STEPS, record
+from lightning_memopt.fitting.operators import CudaOperators
+from lightning_memopt.fitting.recording import record
 from lightning_memopt.fitting.unfilled import Unfilled
-from lightning_memopt.graph import OUTSIDE, Graph, Op, unmodified_levels
 
-Build = Callable[[], Training]
 SMALL: dict[str, dict[str, int]] = {
     "gpt2": {"layers": 2, "batch": 2, "length": 32},
     "llama": {"layers": 2, "batch": 2, "length": 32},
@@ -29,33 +28,6 @@ SMALL: dict[str, dict[str, int]] = {
     "bert": {"batch": 2, "length": 16},
     "vit": {"batch": 1},
 }
-
-
-def computed(build: Build) -> Graph:
-    """The graph of the same steps, computed."""
-    training = build()
-    options: dict[str, Any] = {"profile_steps": 1 << 20, "verify": False, "verbose": False}
-    with optimize(training.model, training.optimizer, budget="min", **options) as run:
-        for _ in range(STEPS):
-            training.step()
-        graph = run.session.observed_graph
-    assert graph is not None
-    return alone(graph)
-
-
-def alone(graph: Graph) -> Graph:
-    """The graph without what else is in this process."""
-    return replace(graph, tensors=tuple(replace(t, nbytes=0) if t.name == OUTSIDE else t for t in graph.tensors))
-
-
-def shape(op: Op) -> tuple[Any, ...]:
-    """What must be equal of an op: all but its measured seconds and workspace."""
-    return op.id, op.name, op.phase, op.inputs, op.outputs, op.mutates, op.recomputable, op.flops, op.scope
-
-
-def without_workspaces(graph: Graph) -> int:
-    ops = tuple(replace(op, workspace_nbytes=0) for op in graph.ops)
-    return max(unmodified_levels(replace(graph, ops=ops)))
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -68,11 +40,72 @@ def test_the_graph_is_the_one_that_is_recorded_for_real(name: str) -> None:
         return zoo.training(zoo.MODELS[name](**SMALL[name]), torch.device("cpu"))
 
     recorded, real = record(build), computed(build)
-    graph = alone(recorded.graph)
-    assert [shape(op) for op in graph.ops] == [shape(op) for op in real.ops]
-    assert graph.tensors == real.tensors and graph.saves == real.saves and graph.points == real.points
-    assert without_workspaces(graph) == without_workspaces(real), "kernels that do not run have no workspaces"
+    assert not different(recorded.graph, real)
+    assert peak_nbytes(recorded.graph) == peak_nbytes(real)
     assert not recorded.ran and not recorded.assumed
+
+
+T, C, S = (4, 8, 3), (2, 8, 6, 6), (5, 7)
+
+
+def turned(size: tuple[int, ...]) -> torch.Tensor:
+    """Not contiguous."""
+    return torch.rand(size).transpose(1, -1).contiguous().transpose(1, -1)
+
+
+def last(size: tuple[int, ...]) -> torch.Tensor:
+    return torch.rand(size).contiguous(memory_format=torch.channels_last)
+
+
+F, aten = nn.functional, torch.ops.aten
+MADE: dict[str, Callable[[], Any]] = {
+    "layer norm": lambda: aten.native_layer_norm_backward(
+        turned(T), torch.rand(T), [3], torch.rand(4, 8, 1), torch.rand(4, 8, 1), None, None, [True, False, False]
+    )[0],
+    "softmax": lambda: aten._softmax_backward_data(turned(T), torch.rand(T), -1, torch.float32),
+    "log softmax": lambda: aten._log_softmax_backward_data(turned(T), torch.rand(T), -1, torch.float32),
+    "softplus": lambda: aten.softplus_backward(turned(T), torch.rand(T), 1, 20),
+    "mean square": lambda: aten.mse_loss_backward(torch.rand(()), turned(T), torch.rand(T), 1),
+    "batch norm": lambda: F.batch_norm(turned(T), None, None, training=True),
+    "batch norm, channels last": lambda: F.batch_norm(last(C), None, None, training=True),
+    "depthwise": lambda: F.conv2d(last(C), torch.rand(8, 1, 3, 3), groups=8),
+    "losses": lambda: [f(torch.rand(S), torch.rand(S)) for f in (F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy)],
+    "soft margin": lambda: F.soft_margin_loss(torch.rand(S), torch.ones(S)),
+    "fold": lambda: F.fold(torch.rand(1, 36, 64), (8, 8), 3, padding=1),
+    "parts of an LSTM's gates": lambda: torch.unsafe_chunk(torch.rand(4, 8), 4, 1),
+    "a transposition in place": lambda: torch.rand(3, 5).t_(),
+    "a new dimension": lambda: torch.rand(3, 5).unsqueeze_(1),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_strides_and_memory_are_those_of_a_tensor_that_is_computed(name: str) -> None:
+    def shown(made: Any) -> list[Any]:
+        tensors = made if isinstance(made, (list, tuple)) else [made]
+        return [(t.size(), t.stride(), t.untyped_storage().nbytes()) for t in tensors]
+
+    expected = shown(MADE[name]())
+    with mock.patch("lightning_memopt.fitting.unfilled._SMALL", 0), Unfilled() as mode:
+        assert shown(MADE[name]()) == expected
+    mode.close()
+
+
+def test_conditions_hold_for_all_and_nothing_is_not_a_number() -> None:
+    with Unfilled() as mode:
+        x = torch.empty(6)
+        assert (x > 0).all() and (x < 0).all(), "what a script checks is as it should be"
+        assert torch.isnan(x).sum() == 0 and not (x > 0).any()
+        assert torch.argmax(x.view(3, 2), dim=-1).tolist() == [0, 1, 0], "a router"
+    mode.close()
+
+
+def test_values_that_are_read_all_at_once() -> None:
+    with Unfilled() as mode, CudaOperators(mode):
+        x = torch.empty(2, 3)
+        assert x.tolist() == [[1.0] * 3] * 2
+        assert torch.empty(2, dtype=torch.int64).numpy().tolist() == [0, 0]
+    assert mode.assumed["aten::_local_scalar_dense"] == 2
+    mode.close()
 
 
 class Mixed(nn.Module):
@@ -110,9 +143,8 @@ def mixed() -> Training:
 
 
 def test_autocast_clipping_tied_weights_and_writes_in_place() -> None:
-    graph, real = alone(record(mixed).graph), computed(mixed)
-    assert [shape(op) for op in graph.ops] == [shape(op) for op in real.ops]
-    assert graph.tensors == real.tensors and without_workspaces(graph) == without_workspaces(real)
+    graph, real = record(mixed).graph, computed(mixed)
+    assert not different(graph, real) and peak_nbytes(graph) == peak_nbytes(real)
 
 
 def test_values_that_are_known_steer_as_they_do_for_real() -> None:
@@ -185,8 +217,7 @@ def test_a_model_on_meta() -> None:
 
         return Training(model, optimizer, step)
 
-    on_meta, real = alone(record(lambda: build(True)).graph), computed(lambda: build(False))
-    assert [shape(op) for op in on_meta.ops] == [shape(op) for op in real.ops] and on_meta.tensors == real.tensors
+    assert not different(record(lambda: build(True)).graph, computed(lambda: build(False)))
 
 
 def test_the_random_numbers_that_follow_are_the_same() -> None:
@@ -238,3 +269,48 @@ def test_a_step_takes_no_memory() -> None:
     printed = subprocess.check_output([sys.executable, "-W", "ignore", "-c", LARGE], text=True).splitlines()[-1]
     recorded_gib, grown_mib = map(int, printed.split())
     assert recorded_gib > 90 and grown_mib < 500
+
+
+@pytest.mark.parametrize(
+    ("size", "groups", "dtype", "nbytes"),
+    [
+        ((2, 3, 256, 64), 1, torch.float32, 393216 + 2 * 6144),
+        ((2, 3, 257, 64), 1, torch.float32, 492000 + 6168),
+        ((2, 3, 65, 64), 1, torch.bfloat16, 196800 + 1560),
+        ((2, 3, 256, 32), 1, torch.bfloat16, 393600 + 6144),
+        pytest.param(
+            *((2, 8, 256, 64), 4, torch.float32, 1048576 + 2 * 16384 + 2 * 1048576),
+            marks=pytest.mark.skipif(torch.__version__ < (2, 14), reason="this torch has no such attention of grouped heads"),
+        ),
+        ((2, 3, 256, 160), 1, torch.float32, 0),
+    ],
+    ids=str,
+)
+def test_the_workspace_of_attention(size: tuple[int, ...], groups: int, dtype: torch.dtype, nbytes: int) -> None:
+    """As torch 2.14's host code asked for on an emulated device; heads above 128 columns are not known."""
+
+    def training() -> Training:
+        q = nn.Parameter(torch.empty(size, dtype=dtype))
+        k, v = (nn.Parameter(torch.empty(size[0], size[1] // groups, *size[2:], dtype=dtype)) for _ in range(2))
+
+        class Attends(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.tensors = nn.ParameterList([q, k, v])
+
+            def forward(self) -> torch.Tensor:
+                return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True)[0].sum()
+
+        model = Attends()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step() -> None:
+            model().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return Training(model, optimizer, step)
+
+    ops = record(training, cuda=True).graph.ops
+    (found,) = [op.workspace_nbytes for op in ops if op.name.endswith("efficient_attention_backward")]
+    assert found == nbytes

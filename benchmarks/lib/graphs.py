@@ -1,0 +1,58 @@
+"""A step that is recorded without its bytes, compared with the same step that is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+from lightning_memopt import optimize
+from lightning_memopt.bench.subject import Training
+from lightning_memopt.fitting.recording import STEPS, observing
+from lightning_memopt.graph import OUTSIDE, Graph, unmodified_levels
+
+Build = Callable[[], Training]
+
+
+def computed(build: Build) -> Graph:
+    """The last of the steps that `record` records, computed."""
+    training = build()
+    with optimize(training.model, training.optimizer, config=observing()) as run:
+        for _ in range(STEPS):
+            training.step()
+        graph = run.session.observed_graph
+    assert graph is not None
+    return graph
+
+
+def alone(graph: Graph) -> Graph:
+    """The graph without what else is in this process, and without the workspaces of kernels that do not run."""
+    tensors = tuple(replace(t, nbytes=0) if t.name == OUTSIDE else t for t in graph.tensors)
+    return replace(graph, tensors=tensors, ops=tuple(replace(op, workspace_nbytes=0) for op in graph.ops))
+
+
+FIELDS = ("id", "name", "phase", "inputs", "outputs", "mutates", "recomputable", "flops", "scope")
+"""What must be equal of an op: all but its measured seconds."""
+
+
+def different(recorded: Graph, real: Graph) -> str:
+    """The first difference of two graphs; "" if there is none."""
+    ours, theirs = alone(recorded), alone(real)
+    for a, b in zip(ours.ops, theirs.ops, strict=False):
+        for field in FIELDS:
+            if getattr(a, field) != getattr(b, field):
+                return f"{field} of op {a.id}, {b.name} in {b.scope}: {getattr(a, field)}, computed {getattr(b, field)}"
+    if len(ours.ops) != len(theirs.ops):
+        return f"{len(ours.ops)} ops, computed {len(theirs.ops)}"
+    for s, t in zip(ours.tensors, theirs.tensors, strict=True):
+        if s != t:
+            names = [f.name for f in fields(s) if getattr(s, f.name) != getattr(t, f.name)]
+            said = ", ".join(f"{name} {getattr(s, name)}, computed {getattr(t, name)}" for name in names)
+            return f"tensor {t.id}, {t.name} of {t.nbytes} bytes: {said}"
+    for what in ("saves", "points"):
+        if getattr(ours, what) != getattr(theirs, what):
+            return f"other {what}"
+    return ""
+
+
+def peak_nbytes(graph: Graph) -> int:
+    return max(unmodified_levels(alone(graph)))
