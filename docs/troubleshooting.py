@@ -182,6 +182,14 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Nothing can be rebuilt inside of compiled code: its backend or its kind has no joint graph that could be changed.",
         "Leave these layers eager, or compile with the backend that the line names.",
     ),
+    ("session/solve/foreseen.py", "MemOpt: … is the plan of this step"): (
+        "The first step is the one that `memopt fit` recorded, and the budget holds by its plan.",
+        NOTHING,
+    ),
+    ("session/solve/foreseen.py", "MemOpt: … is taken as the start"): (
+        "The first step is of another batch or length than `memopt fit` recorded, or more is in memory than it counted.",
+        "Nothing: the budget is kept. To spare the search, ask `memopt fit` about this batch, on a slightly smaller card.",
+    ),
     ("session/solve/solving.py", "MemOpt:   …"): ("What the solver is doing, at `logging.DEBUG`.", NOTHING),
     ("session/solve/solving.py", "MemOpt: no plan is smaller"): (
         "No tensor that a plan could drop is in memory at the peak.",
@@ -246,6 +254,10 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
     ("session/judge/states.py", "MemOpt: …"): ("The plan of a larger batch does not serve this one.", NOTHING),
     ("session/judge/states.py", "MemOpt: … forwards in a row"): ("The step has changed for good.", NOTHING),
     ("session/judge/states.py", "MemOpt: …; observing again"): ("A step was above the budget; it may have changed.", NOTHING),
+    ("session/judge/states.py", "MemOpt: …; observing a step"): (
+        "The plan of `memopt fit` was in force without a search, and a step was measured above the budget.",
+        NOTHING,
+    ),
     ("session/judge/states.py", "MemOpt: …; replanned"): (
         "A step was measured above the budget, and a smaller plan took its place.",
         "Set `headroom` if the first planned step must not exceed the budget.",

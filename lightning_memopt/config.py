@@ -57,7 +57,8 @@ class MemOptConfig:
         on_exceed: what to do if a planned step was measured above the budget, or no plan for a later step keeps it:
             `"replan"` (put a smaller plan in force), `"warn"` or `"raise"`. If no plan keeps the budget, the smallest plan is
             in force, except with `"raise"`.
-        plan: path of a plan file, which is in force from the first step, so that nothing is observed or solved.
+        plan: path of a plan file, which is in force from the first step, so that nothing is observed or solved. The plan of
+            `memopt fit` is compared with the first step, which is observed, and is in force from the second one.
         pool: `"planned"`: tensors of a planned step get addresses in one arena, which are planned from the requests of the
             previous step (on CUDA: for each stream, not yet tried on a GPU). Requests that differ from the planned ones are
             served by the ordinary allocator, and counted. None: the ordinary allocator serves all requests.

@@ -56,7 +56,7 @@ class PlanFileError(MemOptError, ValueError):
 
 
 class PlanMismatchError(MemOptError):
-    """The plan was made for another model; the message names both fingerprints and the first different op.
+    """The plan was made for another model; the message names what differs first: an op, or the weights.
 
     Remedy: leave `plan` out, so that a plan is made for this model and batch, or save a new one.
     """

@@ -73,9 +73,13 @@ def _same_items(value: Any, kept: list[Any]) -> None:
 
 
 class Snapshot:
-    """The state of everything reachable from `roots` when it is created; `restore` may be called once."""
+    """The state of everything reachable from `roots` when it is created; `restore` may be called once.
 
-    def __init__(self, *roots: Any) -> None:
+    most_nbytes: the bytes of larger storages are not copied: nothing writes them. None: all are.
+    """
+
+    def __init__(self, *roots: Any, most_nbytes: int | None = None) -> None:
+        self._most_nbytes = most_nbytes
         self._undo: list[Callable[[], Any]] = []
         self._seen: dict[int, Any] = {}  # id -> object; the reference keeps the id from being used again
         self._storages: set[int] = set()
@@ -130,7 +134,8 @@ class Snapshot:
             return ()
         alias = t.detach()
         storage = alias.untyped_storage()
-        if storage._cdata not in self._storages and has_memory(t.device):
+        copied = self._most_nbytes is None or storage.nbytes() <= self._most_nbytes
+        if copied and storage._cdata not in self._storages and has_memory(t.device):
             self._storages.add(storage._cdata)
             # numpy's memory, so that the counters of torch's allocator do not change
             kept = np.empty(storage.nbytes(), dtype=np.uint8)
@@ -171,9 +176,11 @@ def _holds_data(value: Any) -> bool:
 
 
 @contextmanager
-def untouched(*roots: Any) -> Iterator[None]:
-    """After this block, also after an exception, everything reachable from `roots` has the same bits as before."""
-    before = Snapshot(*roots)
+def untouched(*roots: Any, most_nbytes: int | None = None) -> Iterator[None]:
+    """After this block, also after an exception, everything reachable from `roots` has the same bits as before. `most_nbytes`:
+    see `Snapshot`.
+    """
+    before = Snapshot(*roots, most_nbytes=most_nbytes)
     try:
         yield
     finally:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import fields
 from typing import Any
 
-from lightning_memopt.fitting.options import DTYPES, OPTIMIZERS, TASKS, Options
+from lightning_memopt.fitting.options import DEVICES, DTYPES, OPTIMIZERS, TASKS, Options
 
 
 def add(commands: Any) -> None:
@@ -38,6 +39,10 @@ def add(commands: Any) -> None:
     )
     fit.add_argument("--optimizer", default=default.optimizer, help=f"{', '.join(OPTIMIZERS)} (default: {default.optimizer})")
     fit.add_argument("--lora", type=int, default=None, metavar="RANK", help="train adapters of this rank on all linear layers")
+    fit.add_argument(
+        "--device", default=default.device, help=f"whose operators run: {', '.join(DEVICES)} (default: {default.device})"
+    )
+    fit.add_argument("-o", "--output", metavar="PLAN", help="write the plan for the card, which a run takes by plan=PLAN")
     fit.add_argument("--json", action="store_true", help="print the answer as JSON")
     fit.set_defaults(run=run)
 
@@ -48,9 +53,15 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def run(args: argparse.Namespace) -> int:
     """Print the answer. Returns 0 if the step fits on every card, 3 if not."""
+    from lightning_memopt.fitting import plans
     from lightning_memopt.fitting.answer import fit
 
+    if args.output is not None:
+        plans.check(args.card, args.output)
     source = args.source[0] if len(args.source) == 1 else args.source
     answer = fit(source, args.card, args.ranks, **{field.name: getattr(args, field.name) for field in fields(Options)})
     print(json.dumps(answer.to_json()) if args.json else answer.table())
+    if args.output is not None:
+        said = answer.save_plan(args.output) if answer.fits else f"{args.output} is not written: no plan fits."
+        print(said, file=sys.stderr if args.json else sys.stdout)
     return 0 if answer.fits else 3

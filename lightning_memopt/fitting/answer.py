@@ -11,8 +11,10 @@ from typing import Any
 from lightning_memopt.batching.fit import FitError, StepFit
 from lightning_memopt.batching.fit import fit as fit_step
 from lightning_memopt.batching.plans import largest
+from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import ConfigError, InfeasibleError
-from lightning_memopt.fitting.cards import CONTEXT_NBYTES, Card, cards_of
+from lightning_memopt.fitting import plans
+from lightning_memopt.fitting.cards import CONTEXT_NBYTES, Card, cards_of, of_the_host
 from lightning_memopt.fitting.options import Options
 from lightning_memopt.fitting.recording import CHECKPOINTED, Recorded
 from lightning_memopt.fitting.sharding import SHARDED, StepOf, numbers_of
@@ -81,6 +83,7 @@ class Fit:
     assumed: what the recorded step asked of tensors that have no bytes -> how often.
     unsized: size ("batch", "length") -> why the largest one is not known.
     frontier: the plans of the first of the steps, with the seconds of the first card.
+    device: type of the device whose operators the step has.
     """
 
     source: str
@@ -89,6 +92,18 @@ class Fit:
     assumed: dict[str, int]
     unsized: dict[str, str]
     frontier: Frontier
+    device: str = "cuda"
+
+    def save_plan(self, path: str) -> str:
+        """Write the plan for the card, which a run takes by `plan=path`. Returns what was written, in words. Raises ConfigError
+        if several cards were asked about, and InfeasibleError if no plan fits.
+        """
+        return plans.save(self.frontier, self.cards, path)
+
+    @property
+    def context_nbytes(self) -> int:
+        """What a process takes of the device beside torch's allocator."""
+        return 0 if kind_of(self.device).is_host else CONTEXT_NBYTES
 
     @property
     def peak_nbytes(self) -> int:
@@ -120,7 +135,7 @@ class Fit:
             "format": "lightning_memopt.fit",
             "schema": 1,
             "source": self.source,
-            "context_nbytes": CONTEXT_NBYTES,
+            "context_nbytes": self.context_nbytes,
             "steps": [asdict(step) for step in self.steps],
             "cards": [asdict(card) | {"missing_nbytes": card.missing_nbytes} for card in self.cards],
             "assumed": self.assumed,
@@ -129,11 +144,12 @@ class Fit:
 
     def table(self) -> str:
         """The answer as text."""
-        lines = [f"{self.source}: {step.text()}" for step in self.steps]
-        lines[-1] += (
-            f" Beside it: CUDA's context and libraries, about {format_nbytes(CONTEXT_NBYTES)}, and cuBLAS's workspaces, 16 to "
-            "64 MiB."
-        )
+        lines = [f"{self.source}: {step.text(kind_of(self.device).has_segments)}" for step in self.steps]
+        if self.context_nbytes:
+            lines[-1] += (
+                f" Beside it: CUDA's context and libraries, about {format_nbytes(self.context_nbytes)}, and cuBLAS's "
+                "workspaces, 16 to 64 MiB."
+            )
         several = any(step.ranks > 1 for step in self.steps)
         table = Table(title="")
         sized = [(what, at) for size, what, at in _COLUMNS if size not in self.unsized]
@@ -182,10 +198,10 @@ def fit(source: str | Sequence[str], cards: Sequence[str] = (), ranks: Sequence[
 
     Raises ConfigError if there is no such source or card, or if its step cannot be planned.
     """
-    asked = cards_of(cards)
+    given = Options(**options)
+    asked = cards_of(cards) if given.cuda else of_the_host(cards_of(cards))
     device = asked[0].name, max(card.device.nbytes for card in asked)
-    taken = Options(**options)
-    sources = [(n, source_of(source, taken, device, n)) for n in numbers_of(ranks)]
+    sources = [(n, source_of(source, given, device, n)) for n in numbers_of(ranks)]
     answers = [answered(at, asked, n) for n, at in sources]
     rows = tuple(card for on in zip(*(answer.cards for answer in answers), strict=True) for card in on)
     return replace(answers[0], cards=rows, steps=tuple(answer.steps[0] for answer in answers))
@@ -225,6 +241,7 @@ def answered(source: Source, cards: Sequence[Card], ranks: int = 1) -> Fit:
         assumed=_counted(recorded),
         unsized=unsized,
         frontier=frontier,
+        device=source.device,
     )
 
 

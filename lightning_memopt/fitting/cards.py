@@ -29,15 +29,17 @@ class Card:
 
     name: what it is called in answers.
     device: its bytes and its rates.
+    context_nbytes: what a process takes of it beside torch's allocator.
     """
 
     name: str
     device: Device
+    context_nbytes: int = CONTEXT_NBYTES
 
     @property
     def usable_nbytes(self) -> int:
         """Bytes for the step."""
-        return self.device.nbytes - CONTEXT_NBYTES - self.device.workspace_nbytes
+        return self.device.nbytes - self.context_nbytes - (self.device.workspace_nbytes if self.context_nbytes else 0)
 
     def timed(self, graph: Graph) -> Graph:
         """The graph with the seconds that its ops take on this card, by the roofline model."""
@@ -60,6 +62,11 @@ def cards_of(names: Sequence[str]) -> tuple[Card, ...]:
     Raises ConfigError for a name that is none of these.
     """
     return tuple(map(_card, names or CARDS))
+
+
+def of_the_host(cards: Sequence[Card]) -> tuple[Card, ...]:
+    """These cards' bytes as memory of the host, where no context takes a part."""
+    return tuple(replace(card, context_nbytes=0) for card in cards)
 
 
 def _card(name: str) -> Card:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import ConfigError
 
 TASKS = {
@@ -20,6 +21,8 @@ OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adafactor": "Adaf
 """Name -> the class in `torch.optim`."""
 UNSHARDED = ("adafactor",)
 """Those whose operators torch does not have for weights that are sharded."""
+DEVICES = ("cuda", "cpu")
+"""Types of devices whose operators a step may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,7 @@ class Options:
     dtype: of DTYPES.
     optimizer: of OPTIMIZERS.
     lora: rank of the adapters; None: all weights are trained.
+    device: of DEVICES: whose operators the step has. Also for functions and scripts.
 
     There is no gradient checkpointing: a plan replaces it.
     """
@@ -42,15 +46,22 @@ class Options:
     dtype: str = "bf16"
     optimizer: str = "adamw"
     lora: int | None = None
+    device: str = "cuda"
 
     def __post_init__(self) -> None:
         for name, value, known in (
             ("task", self.task, (None, *TASKS)),
             ("dtype", self.dtype, tuple(DTYPES)),
             ("optimizer", self.optimizer, tuple(OPTIMIZERS)),
+            ("device", self.device, DEVICES),
         ):
             if value not in known:
                 raise ConfigError(f"{name} is {value!r}; give one of {', '.join(map(str, filter(None, known)))}")
         for name, number in (("batch", self.batch), ("length", self.length), ("lora", 1 if self.lora is None else self.lora)):
             if number < 1:
                 raise ConfigError(f"{name} is {number}; give 1 or more")
+
+    @property
+    def cuda(self) -> bool:
+        """Whether the step has CUDA's operators."""
+        return not kind_of(self.device).is_host

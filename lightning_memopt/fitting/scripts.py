@@ -67,10 +67,10 @@ def script_of(command: Sequence[str]) -> tuple[str, list[str], bool]:
     return words[0], words[1:], module
 
 
-def observed(command: Sequence[str], name: str, nbytes: int, mode: Unfilled) -> Observed:
+def observed(command: Sequence[str], name: str = "", nbytes: int = 0, *, mode: Unfilled) -> Observed:
     """The last of a few steps of a script.
 
-    name, nbytes: of the device that it finds.
+    name, nbytes: of the CUDA device that it finds; without a name, it trains on the CPU.
     mode: is on.
 
     Raises ConfigError if the script ends, or raises, before that.
@@ -78,10 +78,10 @@ def observed(command: Sequence[str], name: str, nbytes: int, mode: Unfilled) -> 
     from lightning_memopt.integrations.launch import run
 
     script, arguments, module = script_of(command)
-    loop, ended = _Loop(mode), "ended"
+    loop, ended = _Loop(mode, cuda=bool(name)), "ended"
     remedy = "Run it by itself. If it trains, values that were not computed steer it: give package.module:function"
     eager = torch.compiler.set_stance("force_eager")  # it imports Dynamo, which keeps the `Module.__call__` that it finds
-    with _as_main(), eager, cuda_is_here(name, nbytes), loop.watched():
+    with _as_main(), eager, cuda_is_here(name, nbytes) if name else contextlib.nullcontext(), loop.watched():
         try:
             with user_code.in_user_code(f"{script}, run without its values,", remedy), contextlib.redirect_stdout(sys.stderr):
                 run(script, arguments, module)
@@ -132,8 +132,9 @@ class _Loop:
     has_forwards: whether a module that trains was called.
     """
 
-    def __init__(self, mode: Unfilled) -> None:
+    def __init__(self, mode: Unfilled, cuda: bool) -> None:
         self._steps, self._mode = STEPS, mode  # the number of steps that are still to be recorded
+        self._cuda, self._before_nbytes = cuda, mode.host_nbytes
         self._saw_begin = True
         self._made = weakref.WeakSet[Optimizer]()
         self._optimizers: list[Optimizer] = []
@@ -196,7 +197,8 @@ class _Loop:
         library that was imported within keeps calling the replaced `Module.__call__`.
         """
         if self._run is not None:
-            self.observed = observed_by(self._run, self._mode.host_nbytes)
+            # on the CPU, all that the script made is on the device
+            self.observed = observed_by(self._run, self._mode.host_nbytes if self._cuda else self._before_nbytes)
             self._run.close()
         self._run, self._thread = None, 0
         self._called.clear()
@@ -231,7 +233,8 @@ class _Loop:
         stepped for long may never do.
         """
         if not any(optimizer is known for known in self._optimizers):
-            update_together([optimizer])
+            if self._cuda:
+                update_together([optimizer])
             self._optimizers.append(optimizer)
         else:
             waits = self.updates < _SELDOM and any(all(o is not known for known in self._optimizers) for o in self._made)

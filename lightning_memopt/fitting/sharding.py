@@ -49,13 +49,14 @@ class StepOf:
     smallest_nbytes: int
     purposes: dict[str, int]
 
-    def text(self) -> str:
+    def text(self, reserves: bool) -> str:
+        """The step in words. `reserves`: whether the device's allocator reserves more than it gives out."""
         parts = ", ".join(f"{name} {format_nbytes(n)}" for name, n in sorted(self.purposes.items(), key=lambda e: -e[1]))
         where = "" if self.ranks == 1 else f" of each of {self.ranks} cards"
+        beyond = f"; reserved beyond these: {format_nbytes(self.peak_nbytes - self.allocated_nbytes)}" if reserves else ""
         return (
             f"the unmodified step{where} needs {format_nbytes(self.peak_nbytes)}, the smallest plan "
-            f"{format_nbytes(self.smallest_nbytes)}.\nAt the peak: {parts}; reserved beyond these: "
-            f"{format_nbytes(self.peak_nbytes - self.allocated_nbytes)}."
+            f"{format_nbytes(self.smallest_nbytes)}.\nAt the peak: {parts}{beyond}."
         )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_memopt.bench import user_code
+from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import ConfigError, needing
 from lightning_memopt.fitting import scripts
 from lightning_memopt.fitting.options import DTYPES, OPTIMIZERS, TASKS, UNSHARDED, Options
@@ -33,6 +34,7 @@ class Source:
     batch: samples of its step; None: the source says, and no other number can be asked about.
     length: tokens of a sample; None: the same.
     unsized: why sizes are None.
+    device: type of the device whose operators the step has.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Source:
     batch: int | None = None
     length: int | None = None
     unsized: str = ""
+    device: str = "cuda"
 
 
 def source_of(spec: str | Sequence[str], options: Options, device: tuple[str, int], ranks: int = 1) -> Source:
@@ -63,9 +66,10 @@ def source_of(spec: str | Sequence[str], options: Options, device: tuple[str, in
     return _of_function(words[0], options)
 
 
-def of_training(name: str, build: Callable[[int], Training], batch: int | None) -> Source:
+def of_training(name: str, build: Callable[[int], Training], batch: int | None, device: str = "cuda") -> Source:
     """A training that a function makes for any number of samples."""
-    return Source(name, lambda n, _: record(partial(build, n), cuda=True), batch, unsized="the function alone knows it")
+    cuda, unsized = not kind_of(device).is_host, "the function alone knows it"
+    return Source(name, lambda n, _: record(partial(build, n), cuda), batch, unsized=unsized, device=device)
 
 
 def _of_script(command: list[str], options: Options, device: tuple[str, int]) -> Source:
@@ -75,10 +79,11 @@ def _of_script(command: list[str], options: Options, device: tuple[str, int]) ->
 
     def recording(batch: int, length: int) -> Recorded:
         words = [word.replace("{batch}", str(batch)).replace("{length}", str(length)) for word in command]
-        return recorded(lambda mode: scripts.observed(words, *device, mode), cuda=True)
+        return recorded(lambda mode: scripts.observed(words, *(device if options.cuda else ()), mode=mode), options.cuda)
 
     hint = "write {batch} and {length} in the command where the script takes them"
-    return Source(" ".join(command), recording, **{size: getattr(options, size) for size in taken}, unsized=hint)
+    sizes = {size: getattr(options, size) for size in taken}
+    return Source(" ".join(command), recording, **sizes, unsized=hint, device=options.device)
 
 
 def _of_function(spec: str, options: Options) -> Source:
@@ -91,11 +96,12 @@ def _of_function(spec: str, options: Options) -> Source:
         _give_memory(training.model)
         return training
 
-    return of_training(spec, built, None)
+    return of_training(spec, built, None, options.device)
 
 
 def _refuse(options: Options, taken: tuple[str, ...], who: str) -> None:
     """Raise ConfigError for options that have no effect."""
+    taken = (*taken, "device")
     given = [f.name for f in fields(Options) if f.name not in taken and getattr(options, f.name) != f.default]
     if given:
         sizes = " and ".join(f"{{{name}}}" for name in given if name in SIZES and who == "The script")
@@ -149,9 +155,10 @@ def _of_config(spec: str, options: Options, ranks: int) -> Source:
     has_tokens = task != "image-classification"
     return Source(
         spec,
-        lambda *sizes: record(partial(build, *sizes), cuda=True, ranks=ranks),
+        lambda *sizes: record(partial(build, *sizes), options.cuda, ranks=ranks),
         options.batch,
         options.length if has_tokens else None,
+        device=options.device,
     )
 
 

@@ -28,7 +28,7 @@ from lightning_memopt.torch_private import (
     tree_map,
 )
 
-_SMALL = 1 << 24
+SMALL = 1 << 24
 """Maximum number of bytes of an op's inputs and outputs with which it runs for real."""
 _META = torch.device("meta")
 _VIEWS = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::unsafe_split", "aten::unsafe_split_with_sizes"}
@@ -137,7 +137,7 @@ class Unfilled(TorchDispatchMode):
 
     def _is_small_and_filled_by(self, inputs: Sequence[torch.Tensor]) -> bool:
         """Whether the first tensor is small and a whole storage, and the others have bytes."""
-        whole = inputs[0].untyped_storage().nbytes() == inputs[0].nbytes <= _SMALL
+        whole = inputs[0].untyped_storage().nbytes() == inputs[0].nbytes <= SMALL
         return whole and not any(map(self.is_unfilled, inputs[1:]))
 
     def _fills(self, t: torch.Tensor) -> None:
@@ -163,7 +163,7 @@ class Unfilled(TorchDispatchMode):
                 return made
             self.ran[schema.name] += 1
             return tree_map(lambda t: self._empties(t) if isinstance(t, torch.Tensor) else t, made)
-        if may_run and _nbytes((*inputs, *_tensors(made))) <= _SMALL and not schema.name.startswith("aten::empty"):
+        if may_run and _nbytes((*inputs, *_tensors(made))) <= SMALL and not schema.name.startswith("aten::empty"):
             with contextlib.suppress(NotImplementedError):  # an operator of CUDA
                 return func(*args, **kwargs)
         written = self._written(func, args, kwargs)
@@ -171,7 +171,7 @@ class Unfilled(TorchDispatchMode):
             return self._like(made[0]), self._routed(made[1], inputs[0], kwargs.get("dim", args[2] if len(args) > 2 else -1))
         if schema.name == _ARGMAX and len(args) > 1 and args[1] is not None:
             return self._routed(made, inputs[0], args[1])
-        if not may_run and schema.name in _ANSWERS and made.numel() <= _SMALL:
+        if not may_run and schema.name in _ANSWERS and made.numel() <= SMALL:
             self.assumed["aten::_local_scalar_dense"] += 1
             return _ANSWERS[schema.name](made.size(), dtype=torch.bool)
 

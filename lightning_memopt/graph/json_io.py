@@ -20,6 +20,8 @@ UPDATED = 4
 """The schema of a graph with parameters that may be updated early: it has `windows`, `updates` and `usual_nbytes`, too."""
 UNREBUILT = 5
 """The schema of a graph with ops that do not make all of their outputs again: it has `unrebuilt`, too."""
+UNCOMPUTED = 6
+"""The schema of a graph of a step that was recorded without being computed: it has `computed`, which is 0, too."""
 
 _GRAPH = ("schema", "device", "step_seconds", "texts", "points", "ops", "tensors", "saves")
 _OP = (
@@ -30,7 +32,13 @@ _FLAGS = {"0": "no", "1": "yes"}
 _TENSOR = ("name", "nbytes", "kind", "storage", "born_at", "freed_at", "dtype", "size")
 _UPDATE = ("parameter", "at", "nbytes", "since", "until", "beside_nbytes")
 _UPDATED = ("windows", "updates", "usual_nbytes")
-_MORE = {SCHEMA: (), WINDOWED: ("windows",), UPDATED: _UPDATED, UNREBUILT: (*_UPDATED, "unrebuilt")}
+_MORE = {
+    SCHEMA: (),
+    WINDOWED: ("windows",),
+    UPDATED: _UPDATED,
+    UNREBUILT: (*_UPDATED, "unrebuilt"),
+    UNCOMPUTED: (*_UPDATED, "unrebuilt", "computed"),
+}
 _PHASES = letters(get_args(Phase))
 _KINDS = letters(get_args(Kind))
 _POINTS = letters(get_args(PointKind))
@@ -85,8 +93,11 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
     windows = [[t.id, first, last] for t in tensors for first, last in t.windows]
     unrebuilt = [[o.id, t] for o in ops for t in o.unrebuilt]
     schema = UNREBUILT if unrebuilt else UPDATED if graph.updates else WINDOWED if windows else SCHEMA
+    if not graph.computed:
+        schema = UNCOMPUTED
     updates = {name: [getattr(u, name) for u in graph.updates] for name in _UPDATE}
-    more = {"windows": windows, "updates": updates, "usual_nbytes": graph.usual_nbytes, "unrebuilt": unrebuilt}
+    more: dict[str, Any] = {"windows": windows, "updates": updates, "usual_nbytes": graph.usual_nbytes, "unrebuilt": unrebuilt}
+    more["computed"] = int(graph.computed)
     columns |= {name: more[name] for name in _MORE[schema]}
     head = {"schema": schema, "device": graph.device, "step_seconds": graph.step_seconds, "texts": list(texts)}
     return head | columns
@@ -207,6 +218,7 @@ def graph_from_json(obj: object) -> Graph:
             )
         ),
         device=top.string("device"),
+        computed="computed" not in more or top.integer("computed", 0, 1) == 1,
         updates=_updates(top, n_tensors, n_points) if "updates" in more else (),
         usual_nbytes=top.integer("usual_nbytes") if "updates" in more else 0,
         step_seconds=top.number("step_seconds"),

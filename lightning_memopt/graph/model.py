@@ -191,6 +191,8 @@ class Graph:
     saves: `saves[i].id == i`.
     points: the axis.
     device: type of the training device, "cpu" or "cuda".
+    computed: whether the step was computed when it was recorded. If not (`memopt fit`), it has no workspaces and no measured
+        times, and a few of its ops may have other names on the device.
     updates: the parameters that may be updated early, in the order in which their gradients are final. In this graph, all of
         them are.
     usual_nbytes: bytes that one update of all of them after backward takes in addition to weights, gradients and state.
@@ -208,6 +210,7 @@ class Graph:
     saves: tuple[Save, ...]
     points: tuple[Point, ...]
     device: str = "cpu"
+    computed: bool = True
     updates: tuple[EarlyUpdate, ...] = ()
     usual_nbytes: int = 0
     step_seconds: float = 0.0

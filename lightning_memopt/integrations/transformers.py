@@ -19,7 +19,9 @@ import transformers
 from lightning_memopt import logs
 from lightning_memopt.config import MemOptConfig, config_of
 from lightning_memopt.errors import ConfigError, UnsupportedError
+from lightning_memopt.integrations.asking import Answer
 from lightning_memopt.integrations.plain import Run, optimize
+from lightning_memopt.integrations.transformers_fit import answered, leave, unless_left
 from lightning_memopt.report.table import summary
 from lightning_memopt.runtime.early_updates import Reason, refusal
 from lightning_memopt.session import RunStatus
@@ -43,18 +45,22 @@ class MemOptTrainerCallback(transformers.TrainerCallback):
     The options are those of `MemOptConfig`; `config` has all of them in one object. Both together raise ConfigError.
 
     run: the run of the current or last `train()`; None before the first.
+    fit_only: `train()` says whether the steps are within the budget, and returns before anything is trained.
+    fit: the answer to that (`lightning_memopt.Fit`).
     """
 
-    def __init__(self, *, config: MemOptConfig | None = None, **options: Unpack[Options]) -> None:
+    def __init__(self, *, config: MemOptConfig | None = None, fit_only: bool = False, **options: Unpack[Options]) -> None:
         self.config = config_of(config, options)
         self.run: Run | None = None
+        self.fit_only = fit_only
+        self.fit: Answer | None = None
         self._trainer: Any = None  # while its `train` runs
         self._stack = contextlib.ExitStack()
         _watch_trainers()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or pickle of the callback, or of its Trainer, has no run."""
-        return {"config": self.config}
+        return {"config": self.config, "fit_only": self.fit_only}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -88,6 +94,12 @@ class MemOptTrainerCallback(transformers.TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()  # auto_find_batch_size begins again after running out of memory
         _refuse(args)
+        if self.fit_only and self._trainer is not None:
+            self.fit = answered(self._trainer, self.config, kwargs)
+            if self.fit is not None:
+                if self._speaks:
+                    logs.say(self.fit.table())
+                leave()
         model = kwargs["model"] if self._trainer is None else self._trainer.model_wrapped  # the module that is called
         with contextlib.ExitStack() as stack:
             self.run = stack.enter_context(optimize(model, kwargs["optimizer"], config=self._config()))
@@ -145,7 +157,7 @@ def _left_afterwards(train: Callable[..., Any]) -> Callable[..., Any]:
             callback._trainer = trainer
         try:
             with naming(lambda: [callback.run.session for callback in callbacks if callback.run is not None]):
-                return train(trainer, *args, **kwargs)
+                return unless_left(trainer, lambda: train(trainer, *args, **kwargs))
         finally:
             for callback in callbacks:
                 callback._trainer = None

@@ -10,24 +10,33 @@ from lightning_memopt.errors import ConfigError, InfeasibleError, PlanMismatchEr
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan, read_plan, snapshot, write_plan
 from lightning_memopt.plan.forms import LOSSLESS, codec_of
+from lightning_memopt.session.solve.foreseen import Foreseen
 from lightning_memopt.session.status import RunStatus
 
+Given = tuple[Plan, Graph]
 
-def read_given(device: torch.device, budget_nbytes: int | None, config: MemOptConfig) -> tuple[Plan, Graph] | None:
-    """The plan of the file that the config names, and its graph; None where it names none.
+
+def read_given(device: torch.device, budget_nbytes: int | None, config: MemOptConfig) -> tuple[Given | None, Foreseen | None]:
+    """The plan of the file that the config names, and its graph: either one that is in force from the first step, or one whose
+    step has not run before. (None, None) where it names none.
 
     Raises PlanMismatchError for another device, InfeasibleError for a peak above the budget, and ConfigError for a lossy codec
     or a rebuild that the config does not allow.
     """
     path = config.plan
     if path is None:
-        return None
+        return None, None
     plan, graph = read_plan(path)
     if not same_type(device, graph.device):
         raise PlanMismatchError(
             f"The plan {path} was made for {graph.device}, the model is on {device.type}. Make a plan there."
         )
-    if budget_nbytes is not None and config.budget != "auto" and plan.predicted.needed_nbytes > budget_nbytes:
+    if (
+        graph.computed
+        and budget_nbytes is not None
+        and config.budget != "auto"
+        and plan.predicted.needed_nbytes > budget_nbytes
+    ):
         raise InfeasibleError(
             f"The plan {path} peaks at {plan.predicted.needed_nbytes} bytes, above the budget of {budget_nbytes}. Give it that "
             "budget, or leave plan= out.",
@@ -45,7 +54,7 @@ def read_given(device: torch.device, budget_nbytes: int | None, config: MemOptCo
             f"The plan {path} runs {plan.predicted.rebuilt_ops} ops a second time, and recompute=False allows none. Set "
             "recompute=True, or leave plan= out."
         )
-    return plan, graph
+    return ((plan, graph), None) if graph.computed else (None, Foreseen(path, plan, graph))
 
 
 def write_status(path: str, status: RunStatus) -> None:

@@ -88,10 +88,10 @@ class Session:
         self.rounds, self._sequence, self._ends, self._step = Rounds(), Sequence(), Ends(model, self.optimizers), Step()
         self._plan_cache, self.history = PlanCache(config), History(config.report is not None)
         self._current: State | None = None
-        self.given = read_given(self.device, self.budget_nbytes, config) if self.enabled else None
+        self.given, self._foreseen = read_given(self.device, self.budget_nbytes, config) if self.enabled else (None, None)
         self._observed_step = ObservedStep(model, self.optimizers, config, Effort(bounded=self._agreement.alone))
         self._metering, self._slowed = Metering(), False  # slowed: the last step was observed, or measured by a profiler
-        self.foresight, self.silence = Foresight(self.optimizers), Silence(config.profile_steps)
+        self.foresight, self.silence = Foresight(self.optimizers, self._foreseen), Silence(config.profile_steps)
         self._offloading = self._parts.add(Offloading(self.device, config))
         regions = () if self.given is None else self.given[0].regions
         self._compiled = CompiledRegions(model, config, self.budget_nbytes, self.enabled, self._agreement, regions)
@@ -388,7 +388,7 @@ class Session:
                 tell(signature)
             if signature not in self._plan_cache:
                 self._prepare(signature, batch)
-            state = self._plan_cache.enter(signature, 1 if self._plan_cache else self.config.profile_steps)
+            state = self._plan_cache.enter(signature, 1 if self._plan_cache or self._foreseen else self.config.profile_steps)
         if state is not before and self._observed_step.now is not None:
             if isinstance(before, Observing | Waiting) and self._observed_step.has_backward:
                 self._end_observed(before)  # the step goes on with another signature
@@ -488,7 +488,7 @@ class Session:
             return
 
         def solve(step: Graph) -> Solved:
-            return regions.in_plans(self._agreement.plan_for(step, limit, self._offloading, self.say, machine))
+            return regions.in_plans(self._agreement.plan_for(step, limit, self._offloading, self.say, machine, self._foreseen))
 
         self._become(state, cache.take_graph(state, graph, self.say, solve))
 

@@ -76,6 +76,7 @@ class Frontier:
     seconds: how long solving took.
     machine: the machine that the plans were made for.
     smallest: a plan that reserves at most `smallest_nbytes`; None without `reserve`.
+    searched: whether plans were searched for. If not, the only plan is one that was known.
     regions: what was decided for the step's compiled regions. It is part of each of these plans.
     others: plans made for the step without early updates, if early updates take time. They may need fewer early updates.
     cut_off: whether time ran out before the plans for few bytes were made. If so, smaller plans may exist.
@@ -91,6 +92,7 @@ class Frontier:
     smallest: Candidate | None = None
     others: tuple[Candidate, ...] = ()
     cut_off: bool = False
+    searched: bool = True
     regions: tuple[RegionPlan, ...] = ()
 
     @cached_property

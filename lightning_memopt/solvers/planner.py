@@ -33,7 +33,7 @@ from lightning_memopt.solvers.recompute.windows import held_at_boundaries
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
 from lightning_memopt.units import ceil_div, format_nbytes
 
-__all__ = ["UNSEEN_NBYTES", "Candidate", "Frontier", "smallest", "smallest_nbytes", "solve"]
+__all__ = ["UNSEEN_NBYTES", "Candidate", "Frontier", "of_one", "smallest", "smallest_nbytes", "solve"]
 
 _LEVELS = 160
 """Number of memory levels of the chain programme from which plans are taken."""
@@ -64,6 +64,8 @@ one CPU core.
 """
 
 Progress = Callable[[str], None]
+Named = tuple[str, tuple[Life, ...]]
+"""A plan, as the name of its solver and its lives."""
 _smallest_budget = attrgetter("budget_nbytes")
 
 
@@ -164,6 +166,24 @@ def smallest_nbytes(graph: Graph, machine: Machine | None = None) -> int:
     return smallest(graph, machine).budget_nbytes
 
 
+def of_one(graph: Graph, plan: Named, machine: Machine) -> Frontier:
+    """The frontier of a plan that is known, and of no others: nothing is searched."""
+    solver, lives = plan
+    predicted = simulate(graph, lives).predicted
+    candidate = _priced(Candidate(lives, predicted, solver, _late_nbytes(graph)), predicted, machine.overhead)
+    candidate = with_reserved(candidate, machine.reserve(graph))
+    return Frontier(
+        graph=graph,
+        candidates=(candidate,),
+        smallest_nbytes=candidate.budget_nbytes,
+        unmodified_peak_nbytes=max(unmodified_levels(machine.usual_step(graph)), default=0),
+        moments=(),
+        seconds=0.0,
+        machine=machine,
+        searched=False,
+    )
+
+
 def _priced_by_flops(graph: Graph) -> Graph:
     """The graph with seconds in proportion to FLOPs. A small share of the measured time breaks ties."""
     rate = graph.step_seconds / max(1, sum(op.flops for op in graph.ops))
@@ -257,6 +277,7 @@ def solve(
     budgets: Collection[int] = (),
     keep_nbytes: int | None = None,
     thorough: bool = False,
+    start: Iterable[Named] = (),
     say: Progress = lambda _: None,
     detail: Progress = lambda _: None,
     beside: Callable[[tuple[Life, ...]], int] = lambda _: 0,
@@ -272,6 +293,7 @@ def solve(
         is up.
     thorough: whether the search takes several times as long. It then finds faster plans, or plans where none fitted before, and
         the bound is proven at many points.
+    start: plans that are known already.
     beside: a function that gives the bytes that a plan needs in other steps or calls at the same time.
     clock: measures the time limit. By default it is the CPU time of this thread: by wall time, a busy machine would get other
         plans, and could keep fewer budgets.
@@ -345,7 +367,7 @@ def solve(
 
     saves = any(s.unpacked_at and s.tensor in graph.producers for s in graph.saves)
     searched = held_at_boundaries(graph)
-    in_time = fill(_plain(graph), above) and (not saves or fill(_smallest(searched), above))
+    in_time = fill(itertools.chain(_plain(graph), start), above) and (not saves or fill(_smallest(searched), above))
     smallest = fewest()
     if in_time and saves:
         searching_since = clock()

@@ -15,6 +15,8 @@ class MemOptDDPStrategy(MemOptOptions, DDPStrategy):
 
     Args:
         config: all options of `MemOptConfig` in one object, instead of single ones. Raises ConfigError if both are given.
+        fit_only: `trainer.fit` says whether the steps are within the budget (`strategy.fit`), and returns before it trains. For
+            one device.
         kwargs: arguments of Lightning's `DDPStrategy`: `find_unused_parameters`, `gradient_as_bucket_view`, `static_graph`, ...
     """
 

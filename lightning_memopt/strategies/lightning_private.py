@@ -74,6 +74,15 @@ def lightning_optimizers(strategy: Any) -> list[Any]:
     return list(strategy._lightning_optimizers)
 
 
+def ends_fit(trainer: Any) -> BaseException:
+    """What ends `trainer.fit` when it is raised: everything is torn down, and the fit counts as finished.
+
+    `_TunerExitException`: no other exception leaves a fit without an error and without callbacks that write checkpoints.
+    """
+    ends: BaseException = part(trainer, "utilities.exceptions")._TunerExitException()
+    return ends
+
+
 def detects_anomalies(trainer: Any) -> bool:
     """Whether the Trainer was created with `detect_anomaly=True`.
 
@@ -95,7 +104,7 @@ class OneDeviceStrategy(BecomesDDP, SingleDeviceStrategy):
     """
 
     _arguments = _SINGLE
-    _kept = ("_layer_sync", "num_nodes", "memopt_config")
+    _kept = ("_layer_sync", "num_nodes", "memopt_config", "fit_only")
 
     def __init__(self, device: str | torch.device | None = None, **kwargs: Any) -> None:
         parallel_kwargs = {name: value for name, value in kwargs.items() if name not in _SINGLE}

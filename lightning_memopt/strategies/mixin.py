@@ -18,6 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.fabric.rank_zero import rank_zero_say
+from lightning_memopt.integrations.asking import Answer
 from lightning_memopt.integrations.checkpointing import LayerCheckpointing
 from lightning_memopt.integrations.lightnings import shown
 from lightning_memopt.report.run import RunReport
@@ -25,6 +26,7 @@ from lightning_memopt.report.table import summary
 from lightning_memopt.session import RunStatus, Session
 from lightning_memopt.session.given_plan import write_snapshot, write_status
 from lightning_memopt.session.naming import naming
+from lightning_memopt.strategies import fit_only
 from lightning_memopt.strategies.early_updates import of_trainer
 from lightning_memopt.telemetry import Meter
 
@@ -37,9 +39,13 @@ class MemOptMixin(abc.ABC):
     memopt_config: the options.
     session: the session of the last fit; None before the first.
     telemetry: a meter that a callback sets; the table at the end shows its results.
+    fit_only: say whether the steps of a fit are within the budget, and leave it before anything is trained.
+    fit: the answer to that (`lightning_memopt.Fit`).
     """
 
     memopt_config: MemOptConfig
+    fit_only = False
+    fit: Answer | None = None
     session: Session | None = None
     telemetry: Meter | None = None
     _checkpointing: LayerCheckpointing | None = None
@@ -52,6 +58,10 @@ class MemOptMixin(abc.ABC):
     # -- lifecycle ---------------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
+        if self.fit_only and trainer.state.fn == "fit" and not trainer.fast_dev_run:
+            self.fit = fit_only.answered(self, trainer)
+            if self.fit is not None:
+                fit_only.leave(trainer)
         super().setup(trainer)  # type: ignore[misc]
         self._leave()  # the previous fit may have ended without `teardown`
         self.session = self._checkpointing = None
@@ -91,7 +101,7 @@ class MemOptMixin(abc.ABC):
     def __getstate__(self) -> dict[str, Any]:
         """A copy or pickle of the strategy, or of its Trainer, has no session, because it has not been set up."""
         state: Any = super().__getstate__()
-        own = ("session", "telemetry", "_checkpointing", "_report")
+        own = ("session", "telemetry", "_checkpointing", "_report", "fit")
         return {name: value for name, value in state.items() if name not in own}
 
     # -- results -----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ class MemOptModelParallelStrategy(MemOptOptions, ShardedStrategy):
 
     Args:
         config: all options of `MemOptConfig` in one object, instead of single ones. Raises ConfigError if both are given.
+        fit_only: for one device only.
         kwargs: arguments of `ModelParallelStrategy`. By default the data parallel size is the number of processes, and the
             tensor parallel size is 1. Weights that are split for tensor parallelism are refused (UnsupportedError).
     """

@@ -33,6 +33,7 @@ class MemOptOptions(MemOptMixin):
         verbose: bool = True,
         max_slowdown: float = 3.0,
         config: MemOptConfig | None = None,
+        fit_only: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -55,4 +56,5 @@ class MemOptOptions(MemOptMixin):
             report=report,
             verbose=verbose,
         )
+        self.fit_only = fit_only
         self.memopt_config = config_of(config, options if config is None else changed(options))

@@ -15,6 +15,8 @@ class MemOptStrategy(MemOptOptions, OneDeviceStrategy):
     Args:
         device: the training device; the Trainer's if left out.
         config: all options of `MemOptConfig` in one object, instead of single ones. Raises ConfigError if both are given.
+        fit_only: `trainer.fit` says whether the steps are within the budget (`strategy.fit`), and returns before it trains. For
+            one device.
         kwargs: arguments of Lightning's `SingleDeviceStrategy` or, if the Trainer has several devices, of its `DDPStrategy`.
     """
 

@@ -8,7 +8,8 @@
     Running     a plan is in force, the signature's own or borrowed   Running with a smaller plan, when a step was measured
                                                                       above the budget;
                                                                       Observing, when forwards in a row deviated from the
-                                                                      plan, or a step changed tensors that rebuilds read;
+                                                                      plan, or a step changed tensors that rebuilds read, or
+                                                                      no plan was searched for and a step was above the budget;
                                                                       Waiting, when a borrowed plan does not serve
     Failed      the model trains without a plan (failed.py)           none
 
@@ -257,11 +258,14 @@ class Running:
         grown = min(grown, max(0, peak_nbytes - predicted))  # the rest is freed before the peak: a graph of the step before
         return _Measured(peak_nbytes, predicted, grown)
 
-    def _smaller(self, step: _Measured, over: int, budget_nbytes: int, config: MemOptConfig, text: str, say: Say) -> Running:
-        """A step was `over` the budget: the state with a smaller plan of the same frontier, or this state.
-        `text` says what was measured.
+    def _smaller(self, step: _Measured, over: int, budget_nbytes: int, config: MemOptConfig, text: str, say: Say) -> State:
+        """A step was `over` the budget: the state with a smaller plan of the same frontier, or this state; where nothing was
+        searched, the one that observes a step. `text` says what was measured.
         """
         assert self.frontier is not None
+        if not self.frontier.searched and self.past.again < PATIENCE.observed_again:
+            say(f"MemOpt: {text}; observing a step, to solve for it")
+            return Observing(1, again=self.past.again + 1)
         by_growth = step.grown_nbytes > 0 and self.past.regrown < PATIENCE.regrown
         if self.past.replanned >= PATIENCE.replanned and not by_growth:
             return self.exceeds(step.peak_nbytes, f"{text}.")

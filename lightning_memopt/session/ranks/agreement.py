@@ -36,6 +36,7 @@ from lightning_memopt.session.regions import shared_regions
 from lightning_memopt.session.regions.region_choice import Option
 from lightning_memopt.session.regions.shared_regions import Shown
 from lightning_memopt.session.solve import solving
+from lightning_memopt.session.solve.foreseen import Foreseen
 from lightning_memopt.session.solve.solving import Say, Solved
 from lightning_memopt.units import format_nbytes
 
@@ -172,19 +173,28 @@ class Agreement(Part):
             self._ranks.tell("the plans of all ranks", {})
             self._settled()
 
-    def plan_for(self, graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: Say, machine: Machine) -> Solved:
+    def plan_for(
+        self,
+        graph: Graph,
+        limit_nbytes: int | None,
+        offloading: Offloading,
+        say: Say,
+        machine: Machine,
+        foreseen: Foreseen | None = None,
+    ) -> Solved:
         """As `solving.plan_for`. Where all ranks make their first plan now, they make it together.
 
         Raises InfeasibleError where a rank's plan is infeasible and `on_exceed` is "raise".
         """
         if self._ranks is None or not (self._open and self._all_plan and self._step_ends):
-            return solving.plan_for(graph, limit_nbytes, offloading, say, machine)
+            return solving.plan_for(graph, limit_nbytes, offloading, say, machine, foreseen)
         ranks, self._all_plan = self._ranks, False
         try:
-            shared = shared_plan.plan_of_first_rank(ranks, graph, limit_nbytes, offloading, say, machine, _PLAN_SECONDS)
+            asked = graph, limit_nbytes, offloading, say, machine
+            shared = shared_plan.plan_of_first_rank(ranks, *asked, _PLAN_SECONDS, foreseen)
             if shared is not None:
                 return shared
-            return self._each_alone(ranks, lambda: solving.plan_for(graph, limit_nbytes, offloading, say, machine))
+            return self._each_alone(ranks, lambda: solving.plan_for(*asked, foreseen))
         finally:
             self._settled()
 

@@ -19,6 +19,7 @@ from lightning_memopt.plan.files import fields_of, plan_of_fields
 from lightning_memopt.ranks import Ranks
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.solve import solving
+from lightning_memopt.session.solve.foreseen import Foreseen
 from lightning_memopt.session.solve.solving import Say, Solved
 from lightning_memopt.solvers.planner import Candidate, Frontier
 
@@ -36,6 +37,7 @@ def plan_of_first_rank(
     say: Say,
     machine: Machine,
     seconds: float,
+    foreseen: Foreseen | None = None,
 ) -> Solved | None:
     """The plan of the first rank; None where the ranks' graphs or options differ, or where a rank did not come in `seconds`.
 
@@ -55,7 +57,7 @@ def plan_of_first_rank(
     sizes = [_sizes(graph), *(ranks.hear("sizes", rank, seconds) for rank in range(1, ranks.size))]
     together = largest(graph, [s for s in sizes if s is not None])
     try:
-        outcome = solving.plan_for(together, limit_nbytes, offloading, say, machine)
+        outcome = solving.plan_for(together, limit_nbytes, offloading, say, machine, foreseen)
     except InfeasibleError as error:
         ranks.tell("shared plan", {"refused": str(error), "smallest": error.smallest_nbytes, "budget": error.budget_nbytes})
         raise
@@ -122,6 +124,7 @@ def _answer(outcome: Solved, graph: Graph) -> dict[str, Any]:
         "plan": fields_of(plan),
         "above": outcome.above,
         "seconds": frontier.seconds,
+        "searched": frontier.searched,
         "smallest": frontier.smallest_nbytes,
         "unmodified": frontier.unmodified_peak_nbytes,
         "late": frontier.candidates[last].beside_nbytes,
@@ -147,5 +150,6 @@ def _adopted(answer: dict[str, Any], own: Graph, offloading: Offloading, machine
         moments=(),
         seconds=answer["seconds"],
         machine=machine,
+        searched=answer["searched"],
     )
     return Solved(offloading.widened(frontier), plan_of_fields(answer["plan"], graph), answer["above"])

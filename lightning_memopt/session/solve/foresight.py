@@ -30,6 +30,7 @@ from lightning_memopt.session.observe.graphs import pieces, requests_for, smooth
 from lightning_memopt.session.observe.observation import Observation
 from lightning_memopt.session.observe.resident import state_made
 from lightning_memopt.session.parking.offloading import Offloading
+from lightning_memopt.session.solve.foreseen import Foreseen
 from lightning_memopt.session.solve.machine import machine_of
 from lightning_memopt.session.solve.rehearsal import Rounded, Update, rehearse, still_to_make, with_gradients
 from lightning_memopt.session.worth import worth
@@ -48,8 +49,10 @@ class Foresight:
         otherwise the first observed step that begins with gradients shows it.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], plan: Foreseen | None = None) -> None:
+        """`plan`: one that was made before its step ran, and that may be of another model."""
         self.optimizers = optimizers
+        self._plan = plan
         self.update: Update | None = None
         self.keeps_gradients = False
 
@@ -65,16 +68,22 @@ class Foresight:
         """Before the first update of an observed step: rehearse it. Does nothing before later ones. `others`: optimizers of
         other sessions. `savable`: as for `refuse_infeasible`.
 
-        Raises InfeasibleError where no plan of the steps that come keeps the budget.
+        Raises InfeasibleError where no plan of the steps that come keeps the budget, and PlanMismatchError where the plan that
+        was given is of another model.
         """
         if observation is None or self.update is not None or not observation.has_backward:
             return
+        if self._plan is not None:
+            self._plan.check(observation.so_far())
         self.update = self._rehearsed(observation.device)
         if budget_nbytes is not None:
             if observation.metered:
                 observation.stop_metering()  # the profiler gives the workspaces of ops only when it has stopped
+            to_come, limit_nbytes = self.to_come(observation), budget_nbytes - offloading.config.headroom
+            if self._plan is not None and self._plan.fits(to_come, limit_nbytes, machine_of(observation.device)):
+                return
             later = Later(self.optimizers, others, observation.device)
-            refuse_infeasible(self.to_come(observation), budget_nbytes, offloading, say, self.update.known, later, savable)
+            refuse_infeasible(to_come, budget_nbytes, offloading, say, self.update.known, later, savable)
 
     def to_come(self, observation: Observation) -> Graph:
         """The graph of the steps that come, made of the part of this step that was observed before its update."""

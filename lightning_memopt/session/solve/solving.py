@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from lightning_memopt.session.measure.peak_meter import spoil_open_meters
 from lightning_memopt.session.observe import costs
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.solve.advice import advice
+from lightning_memopt.session.solve.foreseen import Foreseen
 from lightning_memopt.session.solve.foresight import unmodified_peak
 from lightning_memopt.session.worth import most_extra_seconds, worth
 from lightning_memopt.solvers import planner
@@ -39,9 +40,24 @@ class Solved(NamedTuple):
     above: str | None
 
 
-def plan_for(graph: Graph, limit_nbytes: int | None, offloading: Offloading, say: Say, machine: Machine) -> Solved:
-    """Solve for a graph on a machine, and choose its plan. Raises InfeasibleError as `chosen` does."""
-    frontier = frontier_of(graph, offloading, say, machine, limit_nbytes)
+def plan_for(
+    graph: Graph,
+    limit_nbytes: int | None,
+    offloading: Offloading,
+    say: Say,
+    machine: Machine,
+    foreseen: Foreseen | None = None,
+) -> Solved:
+    """Solve for a graph on a machine, and choose its plan. Raises InfeasibleError as `chosen` does. `foreseen`: the plan that
+    the user made before there was such a machine. Nothing is searched where it serves this step as it is.
+    """
+    known = None if foreseen is None else foreseen.take(graph)
+    frontier = None
+    if known is not None:
+        priced = lambda: replace(machine, overhead=costs.overhead(graph, offloading.device))  # noqa: E731
+        frontier = known.frontier(limit_nbytes, priced, say)
+    if frontier is None:
+        frontier = frontier_of(graph, offloading, say, machine, limit_nbytes, () if known is None else known.plans)
     plan, above = chosen(frontier, graph, limit_nbytes, offloading.config, say)
     rates = offloading.measured
     if rates is not None and offloading.tier and plan.predicted.rebuilt_ops and not plan.parks:
@@ -55,9 +71,16 @@ def plan_for(graph: Graph, limit_nbytes: int | None, offloading: Offloading, say
 
 
 def frontier_of(
-    graph: Graph, offloading: Offloading, say: Say, machine: Machine, limit_nbytes: int | None = None
+    graph: Graph,
+    offloading: Offloading,
+    say: Say,
+    machine: Machine,
+    limit_nbytes: int | None = None,
+    start: Iterable[planner.Named] = (),
 ) -> planner.Frontier:
-    """The frontier of this graph, with parked tensors where the config allows them, and with more plans for one limit."""
+    """The frontier of this graph, with parked tensors where the config allows them, and with more plans for one limit.
+    `start`: plans that are known already.
+    """
     say(f"MemOpt: solving for {len(graph.ops)} ops, {len(graph.saves)} saved tensors")
     tuned_nbytes = _tuned_nbytes(graph)
     if tuned_nbytes:
@@ -75,6 +98,7 @@ def frontier_of(
             search_seconds=worth(graph, offloading.config),
             budgets=() if limit_nbytes is None else (limit_nbytes,),
             keep_nbytes=limit_nbytes,
+            start=start,
             say=lambda line: say(f"MemOpt:   {line}"),
             detail=_detail if offloading.config.verbose else logs.silent,
             clock=times.current.solver_clock(thread_time),
@@ -144,7 +168,7 @@ def chosen(
             f"MemOpt: smaller plans, down to {format_nbytes(frontier.smallest_nbytes)}, would take more than "
             f"{config.max_slowdown:g} times as long as the unmodified step (max_slowdown)"
         )
-    if frontier.smallest_nbytes >= unmodified_nbytes:
+    if frontier.searched and frontier.smallest_nbytes >= unmodified_nbytes:
         step = "step as it is compiled now" if compiled else "unmodified step"
         say(f"MemOpt: no plan is smaller than the {step}. {advice(graph, plan.lives, config)}")
     return plan, None

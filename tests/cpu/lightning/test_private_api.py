@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.connectors import accelerator_connector
+from lightning.pytorch.utilities import exceptions
 
 import lightning_memopt
 from lightning_memopt.strategies import lightning_private
@@ -34,6 +35,7 @@ OWNERS: dict[str, Callable[[pl.Trainer], Any]] = {
     "_detect_anomaly": lambda trainer: trainer,
     "_data_parallel_size": lambda trainer: ModelParallelStrategy(),
     "_tensor_parallel_size": lambda trainer: ModelParallelStrategy(),
+    "_TunerExitException": lambda trainer: exceptions,
 }
 """Private name -> the object of a fitted Trainer that has it."""
 ASSIGNED = {"_layer_sync"}
