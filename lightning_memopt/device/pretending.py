@@ -32,6 +32,7 @@ def cuda_is_here(name: str, nbytes: int) -> Iterator[None]:
                 if hasattr(module, asked):
                     stack.enter_context(mock.patch.object(module, asked, answer))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda t, *device: t))  # in loaders' threads, too
+        stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
         stack.enter_context(mock.patch.object(torch.nn.DataParallel, "forward", _on_one))
         stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda t, stream: None))
         yield
@@ -72,6 +73,21 @@ def _answers(name: str, nbytes: int) -> dict[str, Any]:
     }
     answers |= {"Stream": _Stream, "Event": _Stream}
     return answers | {"get_rng_state": _no_random_state, "get_rng_state_all": lambda: [_no_random_state()]}
+
+
+_GENERATOR: Any = torch.Generator
+
+
+class _AnyGenerator(type):
+    def __call__(cls, device: Any = None) -> Any:
+        return _GENERATOR("cpu")
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, _GENERATOR)
+
+
+class _Generator(metaclass=_AnyGenerator):
+    """`torch.Generator` of any device: it draws on the CPU."""
 
 
 class _Stream:
