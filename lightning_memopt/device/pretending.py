@@ -14,6 +14,9 @@ import torch
 _CAPABILITY = (9, 0)
 """What the device can do: everything that scripts ask for before they train in bfloat16."""
 
+IS_CUDA: Any = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+"""What a function mode sees of `t.is_cuda`."""
+
 
 @contextlib.contextmanager
 def cuda_is_here(name: str, nbytes: int) -> Iterator[None]:

@@ -74,7 +74,7 @@ def _for_cuda() -> Iterator[None]:
 
 
 def _here(device_type: str) -> str:
-    return "cpu" if device_type == "cuda" else device_type
+    return "cpu" if device_type.startswith("cuda") else device_type
 
 
 def _op(name: str) -> Any:

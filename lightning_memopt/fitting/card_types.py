@@ -66,7 +66,7 @@ def card_types(mode: Unfilled) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, host in _TYPES.items():
             made = CardType(name, (), {"host": host, "mode": mode})
-            stack.enter_context(mock.patch.object(torch.cuda, name, made))
+            stack.enter_context(mock.patch(f"torch.cuda.{name}", made))
         stack.enter_context(mock.patch.object(torch, "load", load))
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "cuda", _as_it_is))
         stack.enter_context(mock.patch.object(torch, "set_default_tensor_type", _by_default(torch.set_default_tensor_type)))

@@ -18,6 +18,7 @@ import torch
 import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 
+from lightning_memopt.device.pretending import IS_CUDA
 from lightning_memopt.fitting.card_types import host_type
 from lightning_memopt.fitting.unfilled import Unfilled
 from lightning_memopt.torch_private import (
@@ -35,7 +36,7 @@ _HALF = (torch.bfloat16, torch.float16)
 _OF_DEVICES = (torch.device, parse_to)
 """Functions that return a device: it is the one that was asked for, until a tensor is made on it or moved to it."""
 _CARD = torch.device("cuda", 0)
-_WHERE = {torch.Tensor.is_cuda.__get__: True, torch.Tensor.device.__get__: _CARD, torch.Tensor.get_device: 0}  # type: ignore[attr-defined]
+_WHERE = {IS_CUDA: True, torch.Tensor.device.__get__: _CARD, torch.Tensor.get_device: 0}
 """Functions that say where a tensor is -> what they say of one on the card."""
 _PLACES = (torch.Tensor.to, parse_to, torch.Tensor.cpu)
 """Functions whose first argument, after a tensor, may be a device or its number."""
@@ -115,7 +116,7 @@ class CudaOperators(Reads):
             return False
         to = args[1] if len(args) > 1 else kwargs.get("device", "cpu" if func is torch.Tensor.cpu else None)
         same = kwargs.get("dtype") in (None, args[0].dtype)
-        return same and isinstance(to, (str, torch.device)) and str(to) == "cpu" and self._mode.is_on_device(args[0])
+        return same and isinstance(to, (str, torch.device)) and str(to).startswith("cpu") and self._mode.is_on_device(args[0])
 
     def _moved(self, made: Any) -> Any:
         """What was moved to the card. A part of a tensor on the host is copied, as it would be."""
