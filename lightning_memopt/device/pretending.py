@@ -14,6 +14,9 @@ import torch
 _CAPABILITY = (9, 0)
 """What the device can do: everything that scripts ask for before they train in bfloat16."""
 
+IS_CUDA: Any = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+"""What a function mode sees of `t.is_cuda`."""
+
 
 @contextlib.contextmanager
 def cuda_is_here(name: str, nbytes: int) -> Iterator[None]:
@@ -32,6 +35,7 @@ def cuda_is_here(name: str, nbytes: int) -> Iterator[None]:
                 if hasattr(module, asked):
                     stack.enter_context(mock.patch.object(module, asked, answer))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda t, *device: t))  # in loaders' threads, too
+        stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
         stack.enter_context(mock.patch.object(torch.nn.DataParallel, "forward", _on_one))
         stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda t, stream: None))
         yield
@@ -72,6 +76,21 @@ def _answers(name: str, nbytes: int) -> dict[str, Any]:
     }
     answers |= {"Stream": _Stream, "Event": _Stream}
     return answers | {"get_rng_state": _no_random_state, "get_rng_state_all": lambda: [_no_random_state()]}
+
+
+_GENERATOR: Any = torch.Generator
+
+
+class _AnyGenerator(type):
+    def __call__(cls, device: Any = None) -> Any:
+        return _GENERATOR("cpu")
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, _GENERATOR)
+
+
+class _Generator(metaclass=_AnyGenerator):
+    """`torch.Generator` of any device: it draws on the CPU."""
 
 
 class _Stream:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -54,19 +55,26 @@ def cuda_autocast() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _for_cuda() -> Iterator[None]:
-    """Within, `torch.autocast("cuda")` is autocast on the CPU, with CUDA's default type."""
+    """Within, `torch.autocast("cuda")` is autocast on the CPU, with CUDA's default type, and this is what is said of it."""
     original = torch.autocast.__init__
+    enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+    said: Any = {
+        "is_autocast_enabled": lambda device_type="cuda": enabled(_here(device_type)),
+        "get_autocast_dtype": lambda device_type: dtype_of(_here(device_type)),
+        "get_autocast_gpu_dtype": lambda: dtype_of("cpu"),
+    }
 
     def made(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
         if str(device_type).startswith("cuda"):
             device_type, dtype = "cpu", dtype or torch.float16
         original(self, device_type, dtype, *args, **kwargs)
 
-    torch.autocast.__init__ = made  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(torch.autocast, "__init__", made), mock.patch.multiple(torch, **said):
         yield
-    finally:
-        torch.autocast.__init__ = original  # type: ignore[method-assign]
+
+
+def _here(device_type: str) -> str:
+    return "cpu" if device_type.startswith("cuda") else device_type
 
 
 def _op(name: str) -> Any:

@@ -8,6 +8,8 @@ so the memory of a step, differs by several times.
 from __future__ import annotations
 
 import contextlib
+import mmap
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
@@ -17,8 +19,16 @@ import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 from torch.torch_version import TorchVersion
 
+from lightning_memopt.device.pretending import IS_CUDA
+from lightning_memopt.fitting.card_types import host_type
 from lightning_memopt.fitting.unfilled import Unfilled
-from lightning_memopt.torch_private import CHECKPOINT_GENERATOR, default_device, makers_on_default_device, parse_to
+from lightning_memopt.torch_private import (
+    CHECKPOINT_GENERATOR,
+    default_device,
+    makers_on_default_device,
+    no_dispatch_modes,
+    parse_to,
+)
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _DROPOUTS = (torch.dropout, torch.nn.functional.dropout)
@@ -26,6 +36,13 @@ _DROPOUTS = (torch.dropout, torch.nn.functional.dropout)
 _HALF = (torch.bfloat16, torch.float16)
 _OF_DEVICES = (torch.device, parse_to)
 """Functions that return a device: it is the one that was asked for, until a tensor is made on it or moved to it."""
+_CARD = torch.device("cuda", 0)
+_WHERE = {IS_CUDA: True, torch.Tensor.device.__get__: _CARD, torch.Tensor.get_device: 0}
+"""Functions that say where a tensor is -> what they say of one on the card."""
+_PLACES = (torch.Tensor.to, parse_to, torch.Tensor.cpu)
+"""Functions whose first argument, after a tensor, may be a device or its number."""
+_LIBRARIES = ("torch.", "lightning_memopt.")
+"""Modules that are to find tensors where they are: they call the device's own functions."""
 _READS = (torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist)
 """Functions that give all values to user code. No dispatch mode sees them."""
 _TORCH, _GROUPED = TorchVersion(torch.__version__), "2.14"
@@ -62,6 +79,23 @@ class CudaOperators(Reads):
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return self._moved(args[0])
+        if func in _WHERE and self._mode.is_on_device(args[0]) and not _is_in_library(sys._getframe(1)):
+            return _WHERE[func]
+        if func is torch.Tensor.type and host_type(args[-1]) is not None:
+            return self._moved(func(args[0], host_type(args[-1])))
+        if func in _PLACES:
+            args, kwargs = _by_device(args), {name: _numbered(value) for name, value in kwargs.items()}
+            if self._leaves(func, args, kwargs):
+                return _copied(args[0], self._mode)
+            if (
+                func is torch.Tensor.to
+                and len(args) > 1
+                and isinstance(args[1], torch.Tensor)
+                and self._mode.is_on_device(args[1])
+            ):
+                return self._moved(func(*args, **kwargs))
+        elif isinstance(kwargs.get("device"), int):
+            kwargs = {**kwargs, "device": _CARD}
         if func in (torch.isfinite, torch.Tensor.isfinite) and self._mode.is_unfilled(args[0]):
             return torch.ones(args[0].size(), dtype=torch.bool)
         if kwargs.get("device") is None and func in makers_on_default_device() and _is_cuda(default_device()):
@@ -79,6 +113,14 @@ class CudaOperators(Reads):
                 return func(*args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 
+    def _leaves(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
+        """Whether a tensor goes back to the host, and to no other type."""
+        if func is parse_to or not isinstance(args[0], torch.Tensor) or args[0].requires_grad or len(args) > 2:
+            return False
+        to = args[1] if len(args) > 1 else kwargs.get("device", "cpu" if func is torch.Tensor.cpu else None)
+        same = kwargs.get("dtype") in (None, args[0].dtype)
+        return same and isinstance(to, (str, torch.device)) and str(to).startswith("cpu") and self._mode.is_on_device(args[0])
+
     def _moved(self, made: Any) -> Any:
         """What was moved to the card. A part of a tensor on the host is copied, as it would be."""
         if (
@@ -93,6 +135,36 @@ class CudaOperators(Reads):
 
 def _is_cuda(value: Any) -> bool:
     return isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
+
+
+def _is_in_library(frame: Any) -> bool:
+    """Whether code of torch's, or this package's, runs."""
+    name: str = frame.f_globals.get("__name__", "")
+    return f"{name}.".startswith(_LIBRARIES)
+
+
+def _numbered(value: Any) -> Any:
+    """A device instead of its number."""
+    return _CARD if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _by_device(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments, with a device instead of its number where a device may stand."""
+    at = 1 if args and isinstance(args[0], torch.Tensor) else 0
+    return (*args[:at], *map(_numbered, args[at : at + 1]), *args[at + 1 :])
+
+
+def _copied(t: torch.Tensor, mode: Unfilled) -> torch.Tensor:
+    """A copy of a tensor on the host, in memory that is not torch's, so that it does not count. Where the values are not known,
+    the memory is not touched.
+    """
+    with no_dispatch_modes():
+        memory = mmap.mmap(-1, max(1, t.nbytes)) if t.numel() else None
+        flat = torch.empty(0, dtype=t.dtype) if memory is None else torch.frombuffer(memory, dtype=t.dtype, count=t.numel())
+        copy = flat.view(t.size())
+        if mode.is_unfilled(t):
+            return mode.empties(copy)
+        return copy.copy_(t.detach())
 
 
 def _here(value: Any) -> Any:

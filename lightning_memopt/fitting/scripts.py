@@ -22,6 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from lightning_memopt.bench import user_code
 from lightning_memopt.device.pretending import cuda_is_here
 from lightning_memopt.errors import ConfigError
+from lightning_memopt.fitting.card_types import card_types
 from lightning_memopt.fitting.operators import update_together
 from lightning_memopt.fitting.recording import STEPS, Observed, observed_by, observing
 from lightning_memopt.integrations.entries import trains
@@ -79,11 +80,18 @@ def observed(command: Sequence[str], name: str = "", nbytes: int = 0, *, mode: U
 
     script, arguments, module = script_of(command)
     loop, ended = _Loop(mode, cuda=bool(name)), "ended"
+    doing = f"{script}, run without its values,"
     remedy = "Run it by itself. If it trains, values that were not computed steer it: give package.module:function"
     eager = torch.compiler.set_stance("force_eager")  # it imports Dynamo, which keeps the `Module.__call__` that it finds
-    with _as_main(), eager, cuda_is_here(name, nbytes) if name else contextlib.nullcontext(), loop.watched():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_as_main())
+        stack.enter_context(eager)
+        if name:
+            stack.enter_context(cuda_is_here(name, nbytes))
+            stack.enter_context(card_types(mode))
+        stack.enter_context(loop.watched())
         try:
-            with user_code.in_user_code(f"{script}, run without its values,", remedy), contextlib.redirect_stdout(sys.stderr):
+            with user_code.in_user_code(doing, remedy), _not_by_values(doing), contextlib.redirect_stdout(sys.stderr):
                 run(script, arguments, module)
         except _Recorded:
             pass
@@ -104,6 +112,21 @@ def observed(command: Sequence[str], name: str = "", nbytes: int = 0, *, mode: U
         )
     assert loop.observed is not None
     return loop.observed
+
+
+@contextlib.contextmanager
+def _not_by_values(doing: str) -> Iterator[None]:
+    """Says what to do about errors that have nothing to do with values: no package, no file, no network, no other process."""
+    try:
+        yield
+    except (ImportError, OSError):
+        with user_code.in_user_code(doing):
+            raise
+    except RuntimeError as error:
+        if "NCCL" not in str(error):
+            raise
+        with user_code.in_user_code(doing, "Run it in one process, without torch.distributed"):
+            raise
 
 
 @contextlib.contextmanager

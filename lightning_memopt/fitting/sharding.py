@@ -84,7 +84,7 @@ class UnfilledRank(Unfilled):
             return self._communicated(func, args, kwargs)
         if name == _COPY_IN:
             _, gathered, _, numel, rank = args
-            self._empties(gathered)
+            self.empties(gathered)
             return gathered.narrow(0, numel * rank, numel), gathered
         return super()._made(func, args, kwargs, inputs)
 
@@ -94,7 +94,7 @@ class UnfilledRank(Unfilled):
         """
         without = tree_map(lambda t: t.new_empty(0) if isinstance(t, torch.Tensor) else t, (args, kwargs))
         made = func(*without[0], **without[1])
-        tree_map(lambda t: self._empties(t) if isinstance(t, torch.Tensor) else t, args[0])
+        tree_map(lambda t: self.empties(t) if isinstance(t, torch.Tensor) else t, args[0])
         return (args[0], *made[1:]) if isinstance(made, tuple) else made
 
 

@@ -108,7 +108,7 @@ class Unfilled(TorchDispatchMode):
             with no_dispatch_modes():
                 t.detach().fill_(float(t.dtype.is_floating_point))
 
-    def _empties(self, t: torch.Tensor) -> torch.Tensor:
+    def empties(self, t: torch.Tensor) -> torch.Tensor:
         """Note that the bytes of `t` are not computed."""
         if storage_id(t) not in self._unfilled:
             self._unfilled[storage_id(t)] = t.untyped_storage()._weak_ref()  # type: ignore[assignment]
@@ -162,7 +162,7 @@ class Unfilled(TorchDispatchMode):
             if may_run:
                 return made
             self.ran[schema.name] += 1
-            return tree_map(lambda t: self._empties(t) if isinstance(t, torch.Tensor) else t, made)
+            return tree_map(lambda t: self.empties(t) if isinstance(t, torch.Tensor) else t, made)
         if may_run and _nbytes((*inputs, *_tensors(made))) <= SMALL and not schema.name.startswith("aten::empty"):
             with contextlib.suppress(NotImplementedError):  # an operator of CUDA
                 return func(*args, **kwargs)
@@ -180,7 +180,7 @@ class Unfilled(TorchDispatchMode):
             if info is not None:
                 return next(given for names, given in written if names == info.before_set)
             if schema.name in _KEEPS:
-                return self._empties(torch.empty(inputs[0].numel(), dtype=value.dtype).as_strided(value.size(), value.stride()))
+                return self.empties(torch.empty(inputs[0].numel(), dtype=value.dtype).as_strided(value.size(), value.stride()))
             return tree_map(self._like, value)
 
         if len(schema.returns) == 1:
@@ -203,14 +203,14 @@ class Unfilled(TorchDispatchMode):
             written.append((info.before_set, given))
             if _FINITE.get(func._schema.name) != i:
                 for t in _tensors(given):
-                    self._empties(t)
+                    self.empties(t)
         return written
 
     def _like(self, made: Any) -> Any:
         """An unfilled tensor like one of the `meta` device."""
         if not isinstance(made, torch.Tensor):
             return made
-        return self._empties(torch.empty_strided(made.size(), made.stride(), dtype=made.dtype))
+        return self.empties(torch.empty_strided(made.size(), made.stride(), dtype=made.dtype))
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

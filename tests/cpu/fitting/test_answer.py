@@ -264,7 +264,7 @@ def test_what_is_moved_to_cuda_stays_here() -> None:
     with Unfilled() as mode, CudaOperators(mode):
         model = nn.Linear(4, 4, device="cuda").cuda().to("cuda:0")
         x = torch.ones(2, 4).to(torch.device("cuda"), torch.float64).to(device="cuda", dtype=torch.float32).cuda(0)
-        assert model(x).device == model.weight.device == x.device == torch.device("cpu") and x.dtype == torch.float32
+        assert model(x).device == model.weight.device == x.device == torch.device("cuda", 0) and x.dtype == torch.float32
         with torch.device("cuda"):
             assert torch.zeros(3).device.type == "cpu"
     mode.close()

@@ -400,8 +400,9 @@ def test_the_command(module: Path, as_script: bool, capsys: pytest.CaptureFixtur
 
     assert ask("--card", "1GiB") == 0
     answer = json.loads(capsys.readouterr().out)
-    between = (answer["peak_nbytes"] + answer["smallest_nbytes"]) // 2
-    assert answer["context_nbytes"] == 0 and answer["purposes"]["inputs"] == 512 * 64 * 4
+    (step,) = answer["steps"]
+    between = (step["peak_nbytes"] + step["smallest_nbytes"]) // 2
+    assert answer["context_nbytes"] == 0 and step["purposes"]["inputs"] == 512 * 64 * 4
     assert ask("--card", str(between), "-o", str(path)) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out) and f"{path}: a plan for {between}, which runs " in printed.err

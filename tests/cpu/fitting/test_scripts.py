@@ -143,6 +143,63 @@ for _ in range(9):
     assert asked(tmp_path, text).allocated_nbytes < 1 << 21
 
 
+SMALL = """
+model = nn.Linear(256, 256)
+x = torch.randn(64, 256)
+{}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(9):
+    optimizer.zero_grad(); loss = model(x).square().mean(); loss.backward(); optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "g = torch.Generator('cuda').manual_seed(1); torch.Generator(device=torch.device('cuda', 0))\n"
+        "x = torch.randn(64, 256, generator=g, device='cuda'); model.cuda()\n"
+        "assert isinstance(g, torch.Generator) and isinstance(torch.default_generator, torch.Generator)",
+        "model.to(0); model.to(device=0); x = x.to(0); x = torch.zeros(64, 256, device=0); assert x.is_cuda",
+        "x = torch.cuda.FloatTensor(64, 256).normal_(); y = torch.ones(3).type(torch.cuda.LongTensor); model.cuda()\n"
+        "assert isinstance(x, torch.cuda.FloatTensor) and not isinstance(torch.ones(3), torch.cuda.FloatTensor)\n"
+        "assert y.is_cuda and y.tolist() == [1, 1, 1]",
+        "torch.set_default_tensor_type(torch.cuda.FloatTensor); model = nn.Linear(256, 256); x = torch.randn(64, 256)\n"
+        "assert x.is_cuda and model.weight.is_cuda",
+        "import io; file = io.BytesIO(); torch.save(model.state_dict(), file)\n"
+        "for where in ('cuda', torch.device('cuda:0'), {'cpu': 'cuda:0'}, lambda storage, place: storage.cuda(0)):\n"
+        "    file.seek(0); model.load_state_dict(torch.load(file, map_location=where))\n"
+        "file.seek(0); assert torch.load(file, map_location='cuda')['bias'].is_cuda; model.cuda(); x = x.cuda()",
+    ],
+    ids=["generator", "numbers", "types", "default type", "load"],
+)
+def test_names_of_the_device(tmp_path: Path, text: str) -> None:
+    answer = asked(tmp_path, SMALL.format(text))
+    assert answer.purposes["weights"] == (256 * 256 + 256) * 4 and answer.peak_nbytes < 1 << 20
+    assert torch.default_generator.device.type == "cpu" and torch.zeros(1).device.type == "cpu"
+
+
+def test_a_script_is_told_where_tensors_are(tmp_path: Path) -> None:
+    text = """
+assert not x.is_cuda and x.device.type == "cpu"
+model.cuda(); x = x.cuda()
+assert x.is_cuda and x.device == torch.device("cuda", 0) and x.get_device() == 0
+assert next(model.parameters()).is_cuda and torch.zeros(3, device=x.device).is_cuda and torch.ones(3).to(x).is_cuda
+assert model(x).is_cuda and torch.zeros_like(x).is_cuda
+with torch.autocast("cuda", torch.bfloat16):
+    assert torch.is_autocast_enabled() and torch.get_autocast_dtype(x.device.type) == torch.bfloat16
+assert not torch.is_autocast_enabled()
+"""
+    assert asked(tmp_path, SMALL.format(text)).purposes["weights"] == (256 * 256 + 256) * 4
+
+
+@pytest.mark.parametrize("back", ["cpu()", "to('cpu')", "to(device='cpu')", "detach().cpu().clone()"])
+def test_what_goes_back_to_the_host_does_not_count(tmp_path: Path, back: str) -> None:
+    text = f"model.cuda(); x = x.cuda(); kept = torch.zeros(1 << 22, device='cuda').{back}; assert not kept.is_cuda"
+    assert asked(tmp_path, SMALL.format(text)).peak_nbytes < 1 << 20
+    known = text + "; assert torch.arange(3, device='cuda').cpu().tolist() == [0, 1, 2]"
+    assert asked(tmp_path, SMALL.format(known)).peak_nbytes < 1 << 20
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_transforms_of_a_data_set_are_no_forwards(tmp_path: Path, workers: int) -> None:
     """Transforms are modules, too, and are called once a sample, in workers as well."""
@@ -192,6 +249,12 @@ def test_a_script_finds_its_arguments_and_changes_nothing_here(tmp_path: Path) -
     ("text", "said"),
     [
         ("raise ValueError('no data')", "raised ValueError: no data"),
+        ("import no_package_of_this_name", r"No module named .* Run it by itself, and correct it\.$"),
+        (
+            "import os\nfrom torch import distributed\nos.environ |= dict(MASTER_ADDR='localhost', MASTER_PORT='0')\n"
+            "distributed.init_process_group('nccl', rank=0, world_size=1)",
+            "Run it in one process, without torch.distributed",
+        ),
         (MODEL + "sys.exit('no data')", "exited with 'no data' after 0 updates; 4 are needed"),
         (MODEL, "ended after 0 updates; 4 are needed"),
         (
@@ -205,7 +268,7 @@ def test_a_script_finds_its_arguments_and_changes_nothing_here(tmp_path: Path) -
             "called no module that has what its optimizers update",
         ),
     ],
-    ids=["raises", "exits", "ends", "no model", "no calls"],
+    ids=["raises", "imports", "distributed", "exits", "ends", "no model", "no calls"],
 )
 def test_what_goes_wrong_in_a_script_is_said(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):

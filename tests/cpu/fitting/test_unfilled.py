@@ -85,7 +85,7 @@ def test_strides_and_memory_are_those_of_a_tensor_that_is_computed(name: str) ->
         return [(t.size(), t.stride(), t.untyped_storage().nbytes()) for t in tensors]
 
     expected = shown(MADE[name]())
-    with mock.patch("lightning_memopt.fitting.unfilled._SMALL", 0), Unfilled() as mode:
+    with mock.patch("lightning_memopt.fitting.unfilled.SMALL", 0), Unfilled() as mode:
         assert shown(MADE[name]()) == expected
     mode.close()
 
