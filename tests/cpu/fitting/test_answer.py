@@ -127,7 +127,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_plan_for_larger_batches_on_a_card_that_the_update_fills() -> None:
-    """The unmodified step just fits, and its peak is the update, which no plan makes smaller. Larger batches have another peak."""
+    """The unmodified step just fits; its peak is the update, which no plan makes smaller. Larger batches have another peak."""
 
     def build(batch: int) -> Training:
         model = chain(1).model
