@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from lightning_memopt.fitting.answer import fit
 
     if args.output is not None:
-        plans.check(args.card, args.output)
+        plans.check(args.card, args.output, args.ranks)
     source = args.source[0] if len(args.source) == 1 else args.source
     answer = fit(source, args.card, args.ranks, **{field.name: getattr(args, field.name) for field in fields(Options)})
     print(json.dumps(answer.to_json()) if args.json else answer.table())

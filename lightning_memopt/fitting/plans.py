@@ -19,23 +19,27 @@ class OnCard(Protocol):
     @property
     def card(self) -> str: ...
     @property
+    def ranks(self) -> int: ...
+    @property
     def usable_nbytes(self) -> int: ...
     @property
     def verdict(self) -> str: ...
 
 
-def check(cards: Sequence[str], path: str) -> None:
+def check(cards: Sequence[str], path: str, ranks: Sequence[int] = (1,)) -> None:
     """Before anything is recorded: raise ConfigError if a plan for these cards cannot be written, PlanFileError if none can be
     written to this path.
     """
     if len(cards) != 1:
         raise ConfigError(f"a plan is for one card: give it by --card, as --card 24GiB ({len(cards)} are given)")
+    if tuple(ranks) != (1,):
+        raise ConfigError("a plan is for one card: leave --ranks out")
     jsonio.check_target(path)
 
 
 def save(found: Frontier, cards: Sequence[OnCard], path: str) -> str:
     """Write the plan for the only card, with the recorded step: see `Fit.save_plan`."""
-    check([on.card for on in cards], path)
+    check([on.card for on in cards], path, [on.ranks for on in cards])
     (on,) = cards
     if on.verdict == "no":
         raise InfeasibleError(

@@ -19,7 +19,7 @@ from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.fitting.autocast import cuda_autocast
 from lightning_memopt.fitting.operators import CudaOperators, Reads, update_together, without_checkpointing
-from lightning_memopt.fitting.sharding import UnfilledRank, on_time, one_rank_of
+from lightning_memopt.fitting.sharding import UnfilledRank, of_a_card, one_rank_of
 from lightning_memopt.fitting.unfilled import Unfilled
 from lightning_memopt.fitting.workspaces import workspace_nbytes
 from lightning_memopt.graph import OUTSIDE, Graph, Op, Tensor
@@ -93,7 +93,7 @@ def record(build: Callable[[], Training], cuda: bool = False, ranks: int = 1) ->
         return recorded(observe, cuda)
     with one_rank_of(ranks):
         made = recorded(observe, cuda, UnfilledRank)
-    return replace(made, graph=on_time(made.graph))
+    return replace(made, graph=of_a_card(made.graph))
 
 
 def recorded(observe: Observe, cuda: bool = False, kind: type[Unfilled] = Unfilled) -> Recorded:

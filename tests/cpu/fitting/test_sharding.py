@@ -17,7 +17,7 @@ from lightning_memopt.bench.subject import Training
 from lightning_memopt.cli import main
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.fitting.recording import record
-from lightning_memopt.fitting.sharding import blocks_of, on_time
+from lightning_memopt.fitting.sharding import blocks_of, of_a_card
 from lightning_memopt.graph import HOOK, Graph, graph_from_json
 from lightning_memopt.native import install
 from lightning_memopt.plan.peak import at_peak
@@ -50,7 +50,7 @@ def test_the_graph_is_the_one_of_a_rank_that_has_neighbours(computed_by_ranks: l
     """Ops, tensors, windows in which weights are gathered, saves, and the bytes of each purpose, to the byte. Within a hook,
     gloo has a copy of what it gathers or reduces: at most the bytes of one unit more.
     """
-    ours, theirs = record(CASES[case], ranks=WORLD).graph, on_time(graph_from_json(computed_by_ranks[0][case]))
+    ours, theirs = record(CASES[case], ranks=WORLD).graph, of_a_card(graph_from_json(computed_by_ranks[0][case]))
     assert not different(ours, theirs)
     assert ours.windowed and peak_nbytes(ours) == peak_nbytes(theirs)
     purposes = [dict(at_peak(alone(graph), keep_all(graph)).by(1)) for graph in (ours, theirs)]
@@ -116,6 +116,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_numbers_that_make_no_sense(ranks: tuple[int, ...], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give numbers of cards"):
         lightning_memopt.fit(str(config(tmp_path)), ranks=ranks)
+
+
+def test_a_plan_is_for_one_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "plan.json")
+    assert main(["fit", str(config(tmp_path)), "--card", "1GiB", "--ranks", "2", "-o", path]) == 2
+    assert "a plan is for one card: leave --ranks out" in capsys.readouterr().err and not Path(path).exists()
 
 
 @pytest.mark.parametrize("source", ["some.module:build", ["python", "train.py"]])
