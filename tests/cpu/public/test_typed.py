@@ -123,7 +123,7 @@ def test_options_are_those_of_the_config() -> None:
     arguments = inspect.signature(MemOptStrategy.__init__).parameters
     for field in fields(MemOptConfig):
         assert arguments[field.name].default == field.default
-    own = {"self", "device", "config", "kwargs"}
+    own = {"self", "device", "config", "fit_only", "kwargs"}
     assert set(arguments) - own == set(of_config)
     meter = set(inspect.signature(Meter.__init__).parameters) - {"self", "device", "steady"}
     assert meter == set(MeterOptions.__annotations__)
