@@ -38,7 +38,7 @@ def _budget(graph: Graph, share: float) -> int:
 
 def _solved(graph: Graph, budget: int, seconds: float) -> tuple[Life, ...]:
     frontier = planner.solve(graph, search_seconds=seconds, limit_seconds=4 * seconds, budgets=(budget,), keep_nbytes=budget)
-    return frontier.plan(budget).lives
+    return frontier.plan(max(budget, frontier.smallest_nbytes)).lives  # a share may be below the smallest plan
 
 
 def _slowdown(graph: Graph, lives: tuple[Life, ...]) -> float:
