@@ -10,11 +10,8 @@ unfilled.json.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import os
 import random
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +22,7 @@ from benchmarks.lib.graphs import alone, computed, different, peak_nbytes
 from benchmarks.lib.paths import RESULTS
 from benchmarks.models.registry import MODELS, WORDS
 from benchmarks.models.zoo import ZOO
-from benchmarks.robustness.worker import Row, ask
+from benchmarks.robustness.worker import Row, ask, work
 from lightning_memopt.bench import zoo
 from lightning_memopt.bench.subject import Training
 from lightning_memopt.fitting.recording import record
@@ -86,23 +83,6 @@ def examine(name: str) -> Row:
     }
 
 
-def work() -> None:
-    """Read names, answer each with a line of JSON."""
-    torch.set_num_threads(1)
-    gc.freeze()
-    out = os.fdopen(os.dup(1), "w")
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-    for line in sys.stdin:
-        try:
-            row = examine(line.strip())
-        except BaseException as error:
-            row = {"status": "crashed", "note": f"{type(error).__name__}: {error}"[:600]}
-        print(json.dumps(row), file=out, flush=True)
-        gc.collect()
-
-
 def line_of(name: str, row: Row) -> str:
     if "ops" not in row:
         return f"{name:28} {row['status']}: {row['note']}"
@@ -128,7 +108,7 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        work()
+        work(examine)
         return
     every = [*(f"models/{name}" for name in MODELS), *(f"architectures/{name}" for name in ZOO)]
     wanted = [name for name in every if not args.names or name.partition("/")[2] in args.names]

@@ -7,8 +7,9 @@ from dataclasses import fields, replace
 
 from lightning_memopt import optimize
 from lightning_memopt.bench.subject import Training
-from lightning_memopt.fitting.recording import STEPS, observing
+from lightning_memopt.fitting.recording import observing
 from lightning_memopt.graph import OUTSIDE, Graph, unmodified_levels
+from lightning_memopt.integrations.asking import STEPS
 
 Build = Callable[[], Training]
 

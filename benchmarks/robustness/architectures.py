@@ -15,12 +15,9 @@ import argparse
 import copy
 import gc
 import json
-import os
 import random
 import statistics
-import sys
 import time
-import traceback
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +33,7 @@ from benchmarks.lib.paths import RESULTS, ROOT
 from benchmarks.models.zoo import ZOO, Architecture
 from benchmarks.robustness import loops_count
 from benchmarks.robustness.loops_run import generators, rounds
-from benchmarks.robustness.worker import Row, ask
+from benchmarks.robustness.worker import Row, ask, work
 from lightning_memopt import optimize
 from lightning_memopt.errors import InfeasibleError, MemOptError
 from lightning_memopt.session.judge.states import Running, State
@@ -202,29 +199,6 @@ def _observed(ours: Training, expected: list[Step]) -> float:
         return max(ours.step().peak / expected[i].peak for i in range(2))
 
 
-# -- processes ------------------------------------------------------------------------------------------
-
-
-def work() -> None:
-    """Read names, answer each with a line of JSON."""
-    torch.set_num_threads(1)
-    gc.freeze()
-    out = os.fdopen(os.dup(1), "w")
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)  # models that print do not disturb
-    os.dup2(nowhere, 2)
-    for line in sys.stdin:
-        name = line.strip()
-        try:
-            row = examine(name)
-        except BaseException as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            note = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
-            row = {"status": "crashed", "note": note[:600], "traceback": traceback.format_exc()[-3000:]}
-        print(json.dumps(row), file=out, flush=True)
-        gc.collect()
-
-
 # -- what is printed and written --------------------------------------------------------------------------
 
 _HEAD = ["architecture", "params", "activations", "observed", "budget", "predicted", "measured", "replayed", "equal", "note"]
@@ -313,7 +287,7 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        work()
+        work(examine)
         return
     wanted = args.names or list(ZOO)
     by_name: dict[str, Row] = {}

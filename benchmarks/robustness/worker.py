@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import queue
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.lib.paths import ROOT
 from benchmarks.robustness import loops_count
@@ -68,6 +74,25 @@ class Worker(threading.Thread):
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             self._process.wait()
+
+
+def work(examine: Callable[[str], Row]) -> None:
+    """Read names, answer each with a line of JSON. What `examine` raises becomes a row."""
+    torch.set_num_threads(1)
+    gc.freeze()
+    out = os.fdopen(os.dup(1), "w")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)  # models that print do not disturb
+    os.dup2(nowhere, 2)
+    for line in sys.stdin:
+        try:
+            row = examine(line.strip())
+        except BaseException as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            note = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+            row = {"status": "crashed", "note": note[:600], "traceback": traceback.format_exc()[-3000:]}
+        print(json.dumps(row), file=out, flush=True)
+        gc.collect()
 
 
 def ask(module: str, names: Iterable[str], jobs: int, done: Done, timeout: float) -> None:

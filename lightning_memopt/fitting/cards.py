@@ -39,7 +39,7 @@ class Card:
     @property
     def usable_nbytes(self) -> int:
         """Bytes for the step."""
-        return self.device.nbytes - self.context_nbytes - (self.device.workspace_nbytes if self.context_nbytes else 0)
+        return self.device.nbytes - self.context_nbytes - self.device.workspace_nbytes
 
     def timed(self, graph: Graph) -> Graph:
         """The graph with the seconds that its ops take on this card, by the roofline model."""
@@ -65,8 +65,8 @@ def cards_of(names: Sequence[str]) -> tuple[Card, ...]:
 
 
 def of_the_host(cards: Sequence[Card]) -> tuple[Card, ...]:
-    """These cards' bytes as memory of the host, where no context takes a part."""
-    return tuple(replace(card, context_nbytes=0) for card in cards)
+    """These cards' bytes as memory of the host, where neither a context nor workspaces of cuBLAS take a part."""
+    return tuple(replace(card, context_nbytes=0, device=replace(card.device, workspace_nbytes=0)) for card in cards)
 
 
 def _card(name: str) -> Card:

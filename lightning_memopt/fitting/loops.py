@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.fitting.answer import Fit, answered
-from lightning_memopt.fitting.cards import Card, cards_of
+from lightning_memopt.fitting.cards import Card, cards_of, of_the_host
 from lightning_memopt.fitting.recording import Observed, observing, recorded
 from lightning_memopt.fitting.sources import Source
 from lightning_memopt.fitting.unfilled import SMALL, Unfilled
@@ -33,6 +33,6 @@ def of_loop(name: str, observe: Observe, within: Within, device: str, nbytes: in
 
 def _card(nbytes: int | None) -> Card:
     """A card that is a budget."""
-    (card,) = cards_of([f"{1 << 50 if nbytes is None else nbytes}"])
+    (card,) = of_the_host(cards_of([f"{1 << 50 if nbytes is None else nbytes}"]))
     name = "any size" if nbytes is None else format_nbytes(nbytes)
-    return replace(card, name=f"a budget of {name}", context_nbytes=0)
+    return replace(card, name=f"a budget of {name}")

@@ -22,7 +22,7 @@ from lightning_memopt.runtime.codecs import codec
 from lightning_memopt.runtime.tiers.base import Tier
 from lightning_memopt.runtime.tiers.disk import DiskTier
 from lightning_memopt.runtime.tiers.host import HostTier
-from lightning_memopt.trace.link import measure
+from lightning_memopt.trace.link import measure, seconds_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 _CODECS = {"bools": "bools", "positive": "positive", "int": "int8", "block": "block8"}
@@ -45,20 +45,18 @@ class _Card:
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = perf_counter) -> None:
-        self._device, self._clock = device, clock
-        self._synchronize = backend_of(device).synchronize
+        self._device = device
+        self._clock = clock
 
     def seconds(self, action: Callable[[], object], times: int = 1) -> float:
         """Seconds of an action: the median of a few rounds, after one that does not count."""
-        taken = []
-        for _ in range(1 + _ROUNDS):
-            self._synchronize()
-            began = self._clock()
+
+        def repeated() -> None:
             for _ in range(times):
                 action()
-            self._synchronize()
-            taken.append((self._clock() - began) / times)
-        return max(median(taken[1:]), 1e-9)
+
+        taken = [seconds_of(repeated, self._device, self._clock) for _ in range(1 + _ROUNDS)]
+        return max(median(taken[1:]) / times, 1e-9)
 
     def launch_seconds(self) -> float:
         """Of an op that has nothing to do."""
@@ -109,8 +107,11 @@ class _Card:
         def made(*size: int) -> Tensor:
             return torch.randn(size, device=self._device).to(getattr(torch, dtype))
 
-        images, kernels = made(batch, 64, 56, 56), made(64, 64, 3, 3)
-        query, tokens, weight = made(batch, 12, 512, 64), made(batch * 512, 1024), made(1024)
+        images = made(batch, 64, 56, 56)
+        kernels = made(64, 64, 3, 3)
+        query = made(batch, 12, 512, 64)
+        tokens = made(batch * 512, 1024)
+        weight = made(1024)
         functional = torch.nn.functional
         return {
             "convolution": (dtype, [images, kernels], lambda: functional.conv2d(images, kernels, padding=1)),

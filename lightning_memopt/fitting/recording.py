@@ -23,6 +23,7 @@ from lightning_memopt.fitting.sharding import UnfilledRank, of_a_card, one_rank_
 from lightning_memopt.fitting.unfilled import Unfilled
 from lightning_memopt.fitting.workspaces import workspace_nbytes
 from lightning_memopt.graph import OUTSIDE, Graph, Op, Tensor
+from lightning_memopt.integrations.asking import STEPS
 
 if TYPE_CHECKING:
     from lightning_memopt.bench.subject import Training
@@ -32,8 +33,6 @@ CHECKPOINTED = "gradient checkpointing"
 """What is taken off, since a plan replaces it."""
 _PROCESS_NBYTES = 4096
 """Maximum number of bytes outside of the step that are taken to be the process's own: constants that libraries made once."""
-STEPS = 2
-"""Steps that are recorded. Optimizers make their state in the first one, so the last one is like those that follow."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from lightning_memopt.device.pretending import cuda_is_here
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.fitting.card_types import card_types
 from lightning_memopt.fitting.operators import update_together
-from lightning_memopt.fitting.recording import STEPS, Observed, observed_by, observing
+from lightning_memopt.fitting.recording import Observed, observed_by, observing
+from lightning_memopt.integrations.asking import STEPS
 from lightning_memopt.integrations.entries import trains
 
 if TYPE_CHECKING:

@@ -16,6 +16,9 @@ from lightning_memopt.session.budget import budget_on
 if TYPE_CHECKING:
     from lightning_memopt.graph import Graph
 
+STEPS = 2
+"""Steps that are recorded. Optimizers make their state in the first one, so the last one is like those that follow."""
+
 
 class Answer(Protocol):
     """The answer (`lightning_memopt.Fit`)."""

@@ -11,14 +11,11 @@ from transformers.trainer_utils import TrainOutput
 from lightning_memopt.batching import untouched
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import UnsupportedError
-from lightning_memopt.integrations.asking import Answer, asked, refuse_elsewhere
+from lightning_memopt.integrations.asking import STEPS, Answer, asked, refuse_elsewhere
 from lightning_memopt.integrations.plain import optimize
 
 if TYPE_CHECKING:
     from lightning_memopt.graph import Graph
-
-_STEPS = 2
-"""Steps that are recorded: an optimizer makes its state in the first one."""
 
 
 class _Answered(Exception):
@@ -54,7 +51,7 @@ def answered(trainer: Any, config: MemOptConfig, parts: Mapping[str, Any]) -> An
         batches, rounds = iter(loader), args.gradient_accumulation_steps
         known = mock.patch.object(trainer, "current_gradient_accumulation_steps", rounds, create=True)  # the loop sets it
         with known, optimize(model, optimizer, config=config) as run:
-            for _ in range(_STEPS):
+            for _ in range(STEPS):
                 for _ in range(rounds):
                     trainer.training_step(model, next(batches))
                 if args.max_grad_norm:

@@ -9,15 +9,12 @@ from lightning_memopt.callbacks import probe
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import UnsupportedError
 from lightning_memopt.fabric.rank_zero import rank_zero_say
-from lightning_memopt.integrations.asking import Answer, asked, refuse_elsewhere
+from lightning_memopt.integrations.asking import STEPS, Answer, asked, refuse_elsewhere
 from lightning_memopt.session import Session
 from lightning_memopt.strategies import lightning_private
 
 if TYPE_CHECKING:
     from lightning_memopt.graph import Graph
-
-_STEPS = 2
-"""Steps that are recorded: an optimizer makes its state in the first one."""
 
 
 def answered(strategy: Any, trainer: Any) -> Answer | None:
@@ -37,7 +34,7 @@ def answered(strategy: Any, trainer: Any) -> Answer | None:
         batches = iter(probe.training_loader(trainer))
         session = Session(strategy.model, strategy.optimizers, config)
         try:
-            for _ in range(_STEPS):
+            for _ in range(STEPS):
                 for i in range(trainer.accumulate_grad_batches):
                     probe.step(trainer, next(batches), session, i == 0)
                 session.step_ended()
@@ -54,7 +51,9 @@ def answered(strategy: Any, trainer: Any) -> Answer | None:
         with probe.quiet(trainer):
             answer = asked(observe, within, type(module).__name__, config, strategy.root_device)
     finally:
-        strategy.model, strategy.optimizers, strategy.lr_scheduler_configs = model, [], []
+        strategy.model = model
+        strategy.optimizers = []
+        strategy.lr_scheduler_configs = []
         lightning_private.forget_loaders(trainer)
     if answer is not None and config.verbose:
         rank_zero_say(answer.table())

@@ -88,7 +88,7 @@ def fit(small: int, small_seconds: float, large: int, large_seconds: float) -> t
     return 1 / slope, latency
 
 
-def _seconds(action: Callable[[], None], device: torch.device, clock: Callable[[], float]) -> float:
+def seconds_of(action: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
     """Seconds until the device has finished an action."""
     synchronize = backend_of(device).synchronize
     synchronize()
@@ -137,7 +137,7 @@ def _round_trip(tier: _Tier, nbytes: int, device: torch.device, clock: Callable[
         parked[0].wait_fetched()
 
     try:
-        return _seconds(park, device, clock), _seconds(fetch, device, clock)
+        return seconds_of(park, device, clock), seconds_of(fetch, device, clock)
     finally:
         for copy in parked:
             copy.release()
@@ -155,8 +155,8 @@ def _coding(codec: _Codec, device: torch.device, share: float, clock: Callable[[
     out = torch.empty_like(t)
     taken: list[tuple[float, float]] = []
     for i in range(MOST_ROUNDS + 1):
-        encode_seconds = _seconds(lambda: codec.encode(t, encoded), device, clock)
-        decode_seconds = _seconds(lambda: codec.decode(encoded, out), device, clock)
+        encode_seconds = seconds_of(lambda: codec.encode(t, encoded), device, clock)
+        decode_seconds = seconds_of(lambda: codec.decode(encoded, out), device, clock)
         out_of_time = clock() > deadline
         if i > 0 or out_of_time:  # the first round is a warm-up, unless there is no time for another
             taken.append((encode_seconds, decode_seconds))

@@ -12,11 +12,7 @@ the one nor the other has a mask.
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -27,8 +23,7 @@ from lightning_memopt.fitting.recording import record
 from lightning_memopt.plan.allocator import Settings, reserved
 from lightning_memopt.plan.rates import kind_of
 from lightning_memopt.solvers.rollout import keep_all
-from tests.emulated import device
-from tests.emulated.real_size import CARDS, configs
+from tests.emulated.real_size import CARDS, configs, each_alone
 from tests.emulated.reserved import BENCHMARKS, MIB, SLOW, Loss, Made
 
 CARD_NBYTES = 400 << 30
@@ -114,22 +109,8 @@ def measure(name: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", choices=[[], *MODELS], metavar="MODEL", help=" ".join(MODELS))
-    parser.add_argument("--here", action="store_true", help="one model, in this process")
-    arguments = parser.parse_args()
-    if device.is_bits():
-        parser.error("this needs the emulated device in bytes mode: make emulated")
-    if arguments.here:
-        measure(*arguments.models)
-        return
-    print("MiB; torch's own allocator on an emulated device, not on a GPU")
-    print(HEADER, flush=True)
-    failed = 0
-    for name in arguments.models or MODELS:
-        environment = {**os.environ, "EMULATED_MEMORY": str(CARD_NBYTES)}
-        failed |= subprocess.run([sys.executable, "-m", __spec__.name, name, "--here"], env=environment).returncode
-    raise SystemExit(failed)
+    what = "MiB; torch's own allocator on an emulated device, not on a GPU"
+    each_alone(__doc__, __spec__.name, dict.fromkeys(MODELS, CARD_NBYTES), measure, f"{what}\n{HEADER}")
 
 
 if __name__ == "__main__":

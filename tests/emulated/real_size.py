@@ -12,10 +12,10 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import transformers
@@ -154,23 +154,31 @@ def measure(name: str) -> None:
     raise SystemExit(not row.holds)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", choices=[[], *CARDS], metavar="MODEL", help=" ".join(CARDS))
+def each_alone(
+    doc: str | None, module: str, nbytes: Mapping[str, int], measure: Callable[[str], None], header: str
+) -> NoReturn:
+    """The command line of a module that measures each model in a process of its own, on a card of so many bytes."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", choices=[[], *nbytes], metavar="MODEL", help=" ".join(nbytes))
     parser.add_argument("--here", action="store_true", help="one model, in this process, on the card that it has")
     arguments = parser.parse_args()
     if device.is_bits():
         parser.error("this needs the emulated device in bytes mode: make emulated")
     if arguments.here:
         measure(*arguments.models)
-        return
-    print(f"MiB ({MIB} bytes); torch's own allocator on emulated cards that the plain step does not fit, not on a GPU")
-    print(HEADER, flush=True)
+        raise SystemExit
+    print(header, flush=True)
     failed = 0
-    for name in arguments.models or CARDS:
-        environment = {**os.environ, "EMULATED_MEMORY": str(CARDS[name].gib * GIB)}
-        failed |= subprocess.run([sys.executable, "-m", __spec__.name, name, "--here"], env=environment).returncode
+    for name in arguments.models or nbytes:
+        environment = {**os.environ, "EMULATED_MEMORY": str(nbytes[name])}
+        failed |= subprocess.run([sys.executable, "-m", module, name, "--here"], env=environment).returncode
     raise SystemExit(failed)
+
+
+def main() -> None:
+    what = f"MiB ({MIB} bytes); torch's own allocator on emulated cards that the plain step does not fit, not on a GPU"
+    nbytes = {name: card.gib * GIB for name, card in CARDS.items()}
+    each_alone(__doc__, __spec__.name, nbytes, measure, f"{what}\n{HEADER}")
 
 
 if __name__ == "__main__":

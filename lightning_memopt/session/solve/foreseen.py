@@ -74,7 +74,9 @@ class Foreseen:
     """The plan of a file, and the step that it was made for. `take` gives it once: it is the plan of the first batch."""
 
     def __init__(self, path: str | os.PathLike[str], plan: Plan, graph: Graph) -> None:
-        self._path, self._plan, self._graph = str(os.fspath(path)), plan, graph
+        self._path = str(os.fspath(path))
+        self._plan = plan
+        self._graph = graph
         self._is_taken = False
 
     def check(self, step: Graph) -> None:

@@ -22,7 +22,8 @@ _AGAIN = 3
 
 def paired(names: Sequence[str], others: Sequence[str]) -> list[tuple[int, int]]:
     """The positions of equal names, in order. What is only in one of the sequences is left out."""
-    pairs, i, j = [], 0, 0
+    pairs = []
+    i = j = 0
     while i < len(names) and j < len(others):
         if names[i] == others[j]:
             pairs.append((i, j))
