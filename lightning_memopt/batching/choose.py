@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Literal
 
 from lightning_memopt.batching.energy import EnergyModel
@@ -72,7 +71,7 @@ class Chooser:
 
     def largest_unmodified(self, cap: int) -> int:
         """The largest size, at most `cap`, whose step fits without a plan; 0 if none does."""
-        size = largest(cache(self.peak), self.budget_nbytes, 1, cap)
+        size = largest(self.peak, self.budget_nbytes, 1, cap)
         if self.effective is not None and size < self.effective <= cap and self._fits(self.effective):
             return self.effective
         return size

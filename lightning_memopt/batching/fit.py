@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import MemOptError
@@ -24,6 +24,7 @@ class FitError(MemOptError, ValueError):
     """
 
 
+@cache
 def itemsize(dtype: str) -> int | None:
     """Bytes of an element: "float32" 4, "bool" 1, "float8_e4m3fn" 1; None if the name does not say."""
     if dtype == "bool":
@@ -91,32 +92,67 @@ class StepFit:
             dimensions.append(a + growth)
         return tuple(dimensions)
 
-    def _tensor(self, a: Tensor, b: Tensor, size: int) -> Tensor:
-        freed_at = max(a.freed_at, b.freed_at)
-        if a.nbytes == b.nbytes and a.size == b.size:
-            return a if freed_at == a.freed_at else replace(a, freed_at=freed_at)
-        device = self.small.device
-        if a.dtype == b.dtype and len(a.size) == len(b.size):
-            known = all(_allocated(t.dtype, t.size, device) == t.nbytes for t in (a, b))
-            dimensions = self._dimensions(a.size, b.size, size) if known else None
-            nbytes = _allocated(a.dtype, dimensions, device) if dimensions is not None else None
-            if dimensions is not None and nbytes is not None:
-                return replace(a, freed_at=freed_at, size=dimensions, nbytes=nbytes)
-        return replace(a, freed_at=freed_at, dtype="", size=(), nbytes=self._count(a.nbytes, b.nbytes, size))
+    @cached_property
+    def _tensors(self) -> tuple[list[Tensor], list[tuple[Tensor, Tensor, bool]]]:
+        """All tensors as they are at every size, and those of them that change: (at the smaller size, at the larger one, whether
+        their dimensions say their bytes).
+        """
+        lasting, changing = [], []
+        for a, b in zip(self.small.tensors, self.large.tensors, strict=True):
+            freed_at = max(a.freed_at, b.freed_at)
+            a = a if freed_at == a.freed_at else replace(a, freed_at=freed_at)
+            lasting.append(a)
+            if a.nbytes != b.nbytes or a.size != b.size:
+                alike = a.dtype == b.dtype and len(a.size) == len(b.size)
+                known = alike and all(_allocated(t.dtype, t.size, self.small.device) == t.nbytes for t in (a, b))
+                changing.append((a, b, known))
+        return lasting, changing
+
+    def _tensor(self, a: Tensor, b: Tensor, is_known: bool, size: int) -> Tensor:
+        dimensions = self._dimensions(a.size, b.size, size) if is_known else None
+        nbytes = _allocated(a.dtype, dimensions, self.small.device) if dimensions is not None else None
+        if dimensions is None or nbytes is None:
+            return replace(a, dtype="", size=(), nbytes=self._count(a.nbytes, b.nbytes, size))
+        return Tensor(  # `replace` takes three times as long
+            id=a.id,
+            name=a.name,
+            nbytes=nbytes,
+            kind=a.kind,
+            storage=a.storage,
+            born_at=a.born_at,
+            freed_at=a.freed_at,
+            dtype=a.dtype,
+            size=dimensions,
+            windows=a.windows,
+        )
+
+    @cached_property
+    def _ops(self) -> tuple[list[Op], list[tuple[Op, Op]]]:
+        """All ops as they are at every size, and those of them that change, at both sizes."""
+        lasting, changing = [], []
+        for a, b in zip(self.small.ops, self.large.ops, strict=True):
+            recomputable = a.recomputable and b.recomputable
+            a = a if recomputable == a.recomputable else replace(a, recomputable=recomputable)
+            lasting.append(a)
+            if (a.seconds, a.workspace_nbytes, a.flops) != (b.seconds, b.workspace_nbytes, b.flops):
+                changing.append((a, b))
+        return lasting, changing
 
     def _op(self, a: Op, b: Op, size: int) -> Op:
         seconds = self._seconds(a.seconds, b.seconds, size)
         workspace_nbytes = self._count(a.workspace_nbytes, b.workspace_nbytes, size)
-        flops = self._count(a.flops, b.flops, size)
-        recomputable = a.recomputable and b.recomputable
-        if (seconds, workspace_nbytes, flops, recomputable) == (a.seconds, a.workspace_nbytes, a.flops, a.recomputable):
-            return a
-        return replace(a, seconds=seconds, workspace_nbytes=workspace_nbytes, flops=flops, recomputable=recomputable)
+        return replace(a, seconds=seconds, workspace_nbytes=workspace_nbytes, flops=self._count(a.flops, b.flops, size))
 
     def _at(self, size: int) -> Graph:
-        ops = tuple(self._op(a, b, size) for a, b in zip(self.small.ops, self.large.ops, strict=True))
-        tensors = tuple(self._tensor(a, b, size) for a, b in zip(self.small.tensors, self.large.tensors, strict=True))
-        return replace(self.large, ops=ops, tensors=tensors, step_seconds=sum(op.seconds for op in ops))
+        ops, changing_ops = self._ops
+        ops = ops.copy()
+        for small, large in changing_ops:
+            ops[small.id] = self._op(small, large, size)
+        tensors, changing = self._tensors
+        tensors = tensors.copy()
+        for a, b, is_known in changing:
+            tensors[a.id] = self._tensor(a, b, is_known, size)
+        return replace(self.large, ops=tuple(ops), tensors=tuple(tensors), step_seconds=sum(op.seconds for op in ops))
 
 
 def fit(small: Graph, large: Graph, sizes: tuple[int, int]) -> StepFit:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import partial
 
 from lightning_memopt.batching.fit import StepFit
 from lightning_memopt.errors import InfeasibleError
@@ -28,27 +28,50 @@ _POOL = 32
 """Maximum number of plans of a frontier that are priced at other sizes."""
 
 
-def largest(peak: Callable[[int], int], budget_nbytes: int, low: int, high: int, near: float = 0.0) -> int:
+def largest(
+    peak: Callable[[int], int],
+    budget_nbytes: int,
+    low: int,
+    high: int,
+    near: float = 0.0,
+    known: dict[int, int] | None = None,
+) -> int:
     """The largest size in [low, high] whose peak is within the budget; 0 if that of `low` is not. Peaks must not fall.
 
     They grow nearly on a line: two tries on it, then one in the middle.
 
-    near: the share of the size by which it may be too small.
+    near: the share of the size by which it may be too small: it is not tried whether a size just above fits.
+    known: size -> peak, of sizes that were asked about before; those that are asked about here are added.
     """
-    if high < low or peak(low) > budget_nbytes:
+    known = {} if known is None else known
+
+    def fits(size: int) -> bool:
+        if size not in known:
+            known[size] = peak(size)
+        return known[size] <= budget_nbytes
+
+    if high < low or not fits(low):
         return 0
-    if peak(high) <= budget_nbytes:
-        return high
+    low = max(size for size in known if low <= size <= high and fits(size))
     tries = 0
-    while high - low > max(1, near * low):
+    while True:
+        above = min((size for size in known if size > low), default=None)
+        beyond = high + 1 if above is None else min(above, high + 1)
+        step = max(1, int(near * low))
+        if beyond - low <= step:
+            return low
         tries += 1
-        on_line = low + (high - low) * (budget_nbytes - peak(low)) // (peak(high) - peak(low))
-        size = (low + high) // 2 if tries % 3 == 0 else min(max(on_line, low + 1), high - 1)
-        if peak(size) <= budget_nbytes:
-            low = size
+        if above is None:
+            size = high
+        elif tries % 3 == 0:
+            size = (low + beyond) // 2
         else:
-            high = size
-    return low
+            on_line = low + (above - low) * (budget_nbytes - known[low]) // max(1, known[above] - known[low])
+            if on_line - low <= step // 2:  # not if the size has to be exact
+                return low
+            size = min(max(on_line - step // 4, low + step), beyond - 1)
+        if fits(size):
+            low = size
 
 
 class Plans:
@@ -69,15 +92,12 @@ class Plans:
         largest of those, it may fit even larger ones.
         """
 
-        def needed(lives: Lives) -> Callable[[int], int]:
-            return cache(lambda size: self.needs(size, lives))
-
         size = fitting_size
         for _ in range(_ROUNDS):
             if size >= cap:
                 break
             start = max(size, 1)
-            larger_size = largest(needed(self.smallest(start)), budget_nbytes, start, cap)
+            larger_size = largest(partial(self.needs, lives=self.smallest(start)), budget_nbytes, start, cap)
             if larger_size <= size:
                 break
             size = larger_size

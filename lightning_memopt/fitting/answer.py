@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from lightning_memopt.batching.fit import FitError, StepFit
@@ -20,10 +20,11 @@ from lightning_memopt.fitting.recording import CHECKPOINTED, Recorded
 from lightning_memopt.fitting.sharding import SHARDED, StepOf, numbers_of
 from lightning_memopt.fitting.sources import Source, source_of
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import Life, Machine, simulate
+from lightning_memopt.plan import Life, Machine, Schedule, lower, simulate
 from lightning_memopt.plan.peak import at_peak
 from lightning_memopt.report.text import Table, render
 from lightning_memopt.solvers import planner
+from lightning_memopt.solvers.collector import collector_paused
 from lightning_memopt.solvers.frontier import Frontier
 from lightning_memopt.solvers.rollout import keep_all
 from lightning_memopt.units import format_nbytes
@@ -267,6 +268,7 @@ def _at_sizes(here: int, graph_at: Callable[[int], Graph], graph: Graph) -> Step
     return different
 
 
+@collector_paused()
 def _on(card: Card, graph: Graph, frontier: Frontier, plain_nbytes: int, batch: Most, length: Most) -> OnCard:
     usable = card.usable_nbytes
     if plain_nbytes <= usable:
@@ -282,12 +284,13 @@ def _on(card: Card, graph: Graph, frontier: Frontier, plain_nbytes: int, batch: 
     return OnCard(card.name, usable, verdict, peak_nbytes, slowdown, *batch, *length)
 
 
-def _needs(graph: Graph, lives: tuple[Life, ...]) -> int:
+def _needs(graph: Graph, lives: tuple[Life, ...], schedule: Schedule | None = None) -> int:
     """What torch's allocator reserves for a plan."""
     reserve = Machine().reserve(graph)
-    return simulate(graph, lives).predicted.peak_nbytes if reserve is None else reserve(lives)
+    return simulate(graph, lives, schedule).predicted.peak_nbytes if reserve is None else reserve(lives, schedule)
 
 
+@collector_paused()
 def _most(sizes: StepFit, cards: Sequence[Card], cap: int, here: int) -> list[Most]:
     """For each card, the largest sizes that fit, at most `cap`; 0 if none does. The plan is the smallest one of a step that is
     larger than any unmodified one that fits: in smaller ones, what is not rebuilt may matter more than activations.
@@ -296,15 +299,25 @@ def _most(sizes: StepFit, cards: Sequence[Card], cap: int, here: int) -> list[Mo
     """
 
     def most(lives: tuple[Life, ...]) -> list[int]:
-        peak = cache(lambda n: simulate(sizes.at(n), lives).predicted.peak_nbytes)
-        needs = cache(lambda n: _needs(sizes.at(n), lives))
+        schedule = lower(sizes.at(here), lives)  # the points of the step are the same at every size
+        peaks: dict[int, int] = {}
+        needed: dict[int, int] = {}
+
+        def peak(n: int) -> int:
+            return simulate(sizes.at(n), lives, schedule).predicted.peak_nbytes
+
+        def needs(n: int) -> int:
+            return _needs(sizes.at(n), lives, schedule)
 
         def on(usable_nbytes: int) -> int:
             """Reserved bytes take long to ask for: first, allocated bytes bound the size."""
-            most = largest(peak, usable_nbytes, 1, cap)
-            return largest(needs, usable_nbytes, here if needs(here) <= usable_nbytes else 1, most, _NEAR) if most else 0
+            high = largest(peak, usable_nbytes, 1, cap, known=peaks)
+            found = largest(needs, usable_nbytes, here, high, _NEAR, needed)
+            return found or largest(needs, usable_nbytes, 1, min(high, here), _NEAR, needed)
 
-        return [on(card.usable_nbytes) for card in cards]
+        largest_first = sorted({card.usable_nbytes for card in cards}, reverse=True)
+        sizes_on = {usable_nbytes: on(usable_nbytes) for usable_nbytes in largest_first}
+        return [sizes_on[card.usable_nbytes] for card in cards]
 
     plain = most(keep_all(sizes.large))
     planned = most(planner.smallest(sizes.at(_BEYOND * max(1, *plain))).lives)

@@ -13,6 +13,7 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.plan.allocator.beginning import Beginning
 from lightning_memopt.plan.allocator.reserved import reserved
 from lightning_memopt.plan.allocator.settings import Settings
+from lightning_memopt.plan.lower import Schedule
 from lightning_memopt.plan.model import Life
 from lightning_memopt.plan.updates import updated
 
@@ -61,11 +62,11 @@ class Machine:
         """The step of this graph without a plan. It has early updates only if plans do not decide about them."""
         return updated(graph, ()) if self.update_seconds else graph
 
-    def reserve(self, graph: Graph) -> Callable[[tuple[Life, ...]], int] | None:
-        """A function from the lives of a plan of this graph to its reserved peak; None if the device's allocator reserves
-        nothing.
+    def reserve(self, graph: Graph) -> Callable[..., int] | None:
+        """A function from the lives of a plan of this graph, and perhaps their schedule, to its reserved peak; None if the
+        device's allocator reserves nothing.
         """
         return partial(self._reserved_nbytes, graph) if kind_of(graph.device).has_segments else None
 
-    def _reserved_nbytes(self, graph: Graph, lives: tuple[Life, ...]) -> int:
-        return reserved(graph, lives, self.allocator, beginning=self.beginning).peak_nbytes
+    def _reserved_nbytes(self, graph: Graph, lives: tuple[Life, ...], schedule: Schedule | None = None) -> int:
+        return reserved(graph, lives, self.allocator, schedule, self.beginning).peak_nbytes
