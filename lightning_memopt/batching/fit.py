@@ -94,8 +94,8 @@ class StepFit:
 
     @cached_property
     def _tensors(self) -> tuple[list[Tensor], list[tuple[Tensor, Tensor, bool]]]:
-        """All tensors as they are at every size, and those of them that change: (at the smaller size, at the larger one, whether
-        their dimensions say their bytes).
+        """All tensors as they are at every size, and those of them that change: (at the smaller size, at the larger size,
+        whether their dimensions say their bytes).
         """
         lasting, changing = [], []
         for a, b in zip(self.small.tensors, self.large.tensors, strict=True):

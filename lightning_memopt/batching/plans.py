@@ -40,7 +40,7 @@ def largest(
 
     They grow nearly on a line: two tries on it, then one in the middle.
 
-    near: the share of the size by which it may be too small: it is not tried whether a size just above fits.
+    near: the share of the size by which it may be too small.
     known: size -> peak, of sizes that were asked about before; those that are asked about here are added.
     """
     known = {} if known is None else known
@@ -67,8 +67,6 @@ def largest(
             size = (low + beyond) // 2
         else:
             on_line = low + (above - low) * (budget_nbytes - known[low]) // max(1, known[above] - known[low])
-            if on_line - low <= step // 2:  # not if the size has to be exact
-                return low
             size = min(max(on_line - step // 4, low + step), beyond - 1)
         if fits(size):
             low = size

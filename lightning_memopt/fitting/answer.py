@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -203,7 +204,10 @@ def fit(source: str | Sequence[str], cards: Sequence[str] = (), ranks: Sequence[
     asked = cards_of(cards) if given.cuda else of_the_host(cards_of(cards))
     device = asked[0].name, max(card.device.nbytes for card in asked)
     sources = [(n, source_of(source, given, device, n)) for n in numbers_of(ranks)]
-    answers = [answered(at, asked, n) for n, at in sources]
+    answers = []
+    for n, at in sources:
+        with contextlib.closing(at):
+            answers.append(answered(at, asked, n))
     rows = tuple(card for on in zip(*(answer.cards for answer in answers), strict=True) for card in on)
     return replace(answers[0], cards=rows, steps=tuple(answer.steps[0] for answer in answers))
 

@@ -6,9 +6,8 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import cycle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -87,30 +86,73 @@ def record(build: Callable[[], Training], cuda: bool = False, ranks: int = 1) ->
 
     Raises ConfigError if the steps have no forward in training, backward and update.
     """
-    observe = partial(_observed, build, cuda)
-    if ranks == 1:
-        return recorded(observe, cuda)
-    with one_rank_of(ranks):
-        made = recorded(observe, cuda, UnfilledRank)
-    return replace(made, graph=of_a_card(made.graph))
+    with contextlib.closing(AtSizes(build, lambda training: training, cuda, ranks)) as sizes:
+        return sizes.record()
 
 
-def recorded(observe: Observe, cuda: bool = False, kind: type[Unfilled] = Unfilled) -> Recorded:
-    """`record` for what runs its steps, and is observed, by itself."""
-    with _same_random_numbers():
-        mode = kind()
-        try:
-            with mode, _cuda(mode) if cuda else Reads(mode):
-                observed = observe(mode)
-        finally:
-            mode.close()
+Made = TypeVar("Made")
+
+
+class AtSizes(Generic[Made]):
+    """A training whose step is recorded at several sizes. Its model, and the state of its optimizer, are made once.
+
+    make: makes what stays at all sizes. at: makes of it the training at a size. The others: see `record`.
+    """
+
+    def __init__(self, make: Callable[[], Made], at: Callable[..., Training], cuda: bool, ranks: int = 1) -> None:
+        self._make, self._at, self._cuda, self._ranks = make, at, cuda, ranks
+        self._mode = Unfilled() if ranks == 1 else UnfilledRank()
+        self._group = contextlib.ExitStack()
+        self._made: Made | None = None
+        self._before_nbytes = 0
+
+    def record(self, *sizes: int) -> Recorded:
+        """Record a step at these sizes. Raises ConfigError as the function does."""
+        if self._ranks > 1 and self._made is None:
+            self._group.enter_context(one_rank_of(self._ranks))
+        made = recorded(lambda mode: self._observed(mode, sizes), self._cuda, self._mode)
+        return made if self._ranks == 1 else replace(made, graph=of_a_card(made.graph))
+
+    def close(self) -> None:
+        """Let go of what was made."""
+        self._made = None
+        self._mode.close()
+        self._group.close()
+
+    def _observed(self, mode: Unfilled, sizes: tuple[int, ...]) -> Observed:
+        """A step like those that follow."""
+        from lightning_memopt.integrations.plain import optimize
+
+        steps = 1
+        if self._made is None:
+            self._before_nbytes, steps = mode.host_nbytes, STEPS
+            self._made = self._make()
+        training = self._at(self._made, *sizes)
+        if self._cuda:
+            update_together([training.optimizer] if isinstance(training.optimizer, Optimizer) else training.optimizer)
+        with optimize(training.model, training.optimizer, config=observing()) as run:
+            for _ in range(steps):
+                training.step()
+            return observed_by(run, self._before_nbytes)
+
+
+def recorded(observe: Observe, cuda: bool = False, mode: Unfilled | None = None) -> Recorded:
+    """`record` for what runs its steps, and is observed, by itself.
+
+    mode: one in which the training was made, and which the caller closes.
+    """
+    if mode is None:
+        with contextlib.closing(Unfilled()) as mode:
+            return recorded(observe, cuda, mode)
+    with _same_random_numbers(), mode, _cuda(mode) if cuda else Reads(mode):
+        observed = observe(mode)
     if observed.graph is None:
         raise ConfigError(
             "the step cannot be planned: it must run a forward of the model in training, its backward, and optimizer.step(). "
             f"{observed.said}"
         )
     graph = _without(observed.graph, observed.host_nbytes)
-    return Recorded(_on_cuda(graph) if cuda else graph, mode.assumed, mode.ran)
+    return Recorded(_on_cuda(graph) if cuda else graph, Counter(mode.assumed), Counter(mode.ran))
 
 
 @contextlib.contextmanager
@@ -130,20 +172,6 @@ def _same_random_numbers() -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8))
-
-
-def _observed(build: Callable[[], Training], cuda: bool, mode: Unfilled) -> Observed:
-    """The last of a few steps."""
-    from lightning_memopt.integrations.plain import optimize
-
-    before_nbytes = mode.host_nbytes
-    training = build()
-    if cuda:
-        update_together([training.optimizer] if isinstance(training.optimizer, Optimizer) else training.optimizer)
-    with optimize(training.model, training.optimizer, config=observing()) as run:
-        for _ in range(STEPS):
-            training.step()
-        return observed_by(run, before_nbytes)
 
 
 def _without(graph: Graph, host_nbytes: int) -> Graph:

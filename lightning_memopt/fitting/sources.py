@@ -13,7 +13,7 @@ from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import ConfigError, needing
 from lightning_memopt.fitting import scripts
 from lightning_memopt.fitting.options import DTYPES, OPTIMIZERS, TASKS, UNSHARDED, Options
-from lightning_memopt.fitting.recording import Recorded, record, recorded
+from lightning_memopt.fitting.recording import AtSizes, Recorded, record, recorded
 from lightning_memopt.fitting.sharding import shard
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class Source:
     length: tokens of a sample; None: the same.
     unsized: why sizes are None.
     device: type of the device whose operators the step has.
+    close: lets go of the model, if it was kept to be recorded at other sizes.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Source:
     length: int | None = None
     unsized: str = ""
     device: str = "cuda"
+    close: Callable[[], None] = lambda: None
 
 
 def source_of(spec: str | Sequence[str], options: Options, device: tuple[str, int], ranks: int = 1) -> Source:
@@ -118,6 +120,10 @@ def _of_config(spec: str, options: Options, ranks: int) -> Source:
         f"reading the config of {spec}", "Give package.module:function, or a folder with a config.json"
     ):
         config = transformers.AutoConfig.from_pretrained(str(folder) if folder.exists() else spec)
+    import torch
+
+    from lightning_memopt.bench.subject import Training
+
     if ranks > 1 and options.optimizer in UNSHARDED:
         raise ConfigError(f"torch's {options.optimizer} cannot update weights that FSDP2 shards: give another --optimizer")
     task = options.task or _task_of(config, spec)
@@ -126,20 +132,20 @@ def _of_config(spec: str, options: Options, ranks: int) -> Source:
     if hasattr(config, "use_cache"):
         config.use_cache = False
 
-    def build(batch: int, length: int) -> Training:
-        import torch
+    mixed = options.dtype.startswith("mixed")
 
-        from lightning_memopt.bench.subject import Training
-
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         with user_code.in_user_code(f"making the model of {spec}", "Give another --task"):
             made = getattr(transformers, TASKS[task]).from_config(config, dtype=getattr(torch, DTYPES[options.dtype]))
             model = _adapted(made.train(), options)
-        mixed = options.dtype.startswith("mixed")
         if ranks > 1:
             with user_code.in_user_code(f"sharding the model of {spec}", "Leave --ranks out"):
                 shard(model, torch.bfloat16 if mixed else None)
         trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = getattr(torch.optim, OPTIMIZERS[options.optimizer])(trained, lr=1e-4)
+        return model, getattr(torch.optim, OPTIMIZERS[options.optimizer])(trained, lr=1e-4)
+
+    def training(made: tuple[torch.nn.Module, torch.optim.Optimizer], batch: int, length: int) -> Training:
+        model, optimizer = made
         inputs = _inputs(config, task, batch, length, options)
 
         def step() -> None:
@@ -152,14 +158,9 @@ def _of_config(spec: str, options: Options, ranks: int) -> Source:
 
         return Training(model, optimizer, step)
 
-    has_tokens = task != "image-classification"
-    return Source(
-        spec,
-        lambda *sizes: record(partial(build, *sizes), options.cuda, ranks=ranks),
-        options.batch,
-        options.length if has_tokens else None,
-        device=options.device,
-    )
+    sizes = AtSizes(make, training, options.cuda, ranks)
+    length = None if task == "image-classification" else options.length
+    return Source(spec, sizes.record, options.batch, length, device=options.device, close=sizes.close)
 
 
 def _task_of(config: Any, spec: str) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +72,7 @@ class Unfilled(TorchDispatchMode):
         self.ran: Counter[str] = Counter()
         self._unfilled: dict[int, int] = {}  # address of a storage -> a weak reference, which keeps the address from another
         self._on_device: dict[int, int] = {}  # the same
+        self._asked: dict[Hashable, Any] = {}  # op and layouts of its arguments -> what its kernel for `meta` makes
 
     def close(self) -> None:
         """Forget which tensors are unfilled."""
@@ -152,11 +153,8 @@ class Unfilled(TorchDispatchMode):
     def _run(self, func: OpOverload, args: Any, kwargs: Any, inputs: Sequence[torch.Tensor], may_run: bool) -> Any:
         """What the op returns. `may_run`: all its inputs have bytes."""
         schema = func._schema
-        given = tree_map(_as_meta, (args, kwargs))
-        if any(a.name == "device" for a in schema.arguments):
-            given[1]["device"] = _META
         try:
-            made = _with_strides(schema.name, args, func(*given[0], **given[1]))
+            made = self._on_meta(func, args, kwargs)
         except (NotImplementedError, RuntimeError):
             made = func(*args, **kwargs)
             if may_run:
@@ -186,6 +184,19 @@ class Unfilled(TorchDispatchMode):
         if len(schema.returns) == 1:
             return of(0, made)
         return tuple(of(i, value) for i, value in enumerate(made)) if schema.returns else None
+
+    def _on_meta(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """What the op's kernel for `meta` makes of such arguments. Most ops of a model have been asked before, in another layer
+        or another step.
+        """
+        key = _key((func, args, kwargs, torch.get_default_dtype()))
+        if key in self._asked:
+            return self._asked[key]
+        given = tree_map(_as_meta, (args, kwargs))
+        if any(a.name == "device" for a in func._schema.arguments):
+            given[1]["device"] = _META
+        made = self._asked[key] = _with_strides(func._schema.name, args, func(*given[0], **given[1]))
+        return made
 
     def _routed(self, made: torch.Tensor, scores: torch.Tensor, dim: int) -> torch.Tensor:
         """Indices along a dimension of unfilled scores, each as often as any other."""
@@ -225,6 +236,17 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 def _nbytes(tensors: Any) -> int:
     return sum(t.untyped_storage().nbytes() for t in tensors)
+
+
+def _key(value: Any) -> Hashable:
+    """What kernels for `meta` can tell of an argument: 1, 1.0 and True differ."""
+    if isinstance(value, torch.Tensor):
+        return value.size(), value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_key, value))
+    if isinstance(value, dict):
+        return tuple((name, _key(given)) for name, given in value.items())
+    return type(value), value
 
 
 def _as_meta(value: Any) -> Any:
