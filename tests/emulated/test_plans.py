@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 
+from lightning_memopt import fit, optimize
+from lightning_memopt.fitting.cards import CONTEXT_NBYTES
+from tests.cpu.lib.said import listening
 from tests.cpu.lib.times import Drawn, given
 from tests.emulated import device, reserved
 from tests.emulated.training import CUDA, MODELS, Attention, train
 
+WORKSPACE_NBYTES = 64 << 20
+"""Of cuBLAS on a device of capability 9.0."""
+SPARE_NBYTES = 16 << 20
+"""Of the budget: what the allocator has in whole segments."""
 pytestmark = pytest.mark.skipif(not device.is_emulated(), reason="the emulated device: make emulated")
 
 
@@ -46,3 +58,46 @@ def test_what_attention_leaves_unwritten_is_kept_and_predicted(dtype: torch.dtyp
         )
         assert (row.predicted_reserved, row.predicted_allocated) == (row.measured_reserved, row.measured_allocated), (seed, row)
         assert row.measured_reserved < row.unmodified
+
+
+@pytest.mark.skipif(device.is_bits(), reason="sizes of GPUs are for bytes mode")
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_plan_of_memopt_fit_is_in_force_and_kept(family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It was made on the CPU, without the step: torch's allocator needs what it said, within 1 %. All values on the device are
+    zero, as if all was padding, so there is no mask.
+    """
+    import transformers
+
+    small = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "use_cache": False}
+    made = {"gpt2": transformers.GPT2Config, "llama": partial(transformers.LlamaConfig, intermediate_size=1408)}
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    monkeypatch.setattr(module, "create_causal_mask", lambda *args, **kwargs: None)
+    config = made[family](**small)
+    config.architectures = [{"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}[family]]
+    config.save_pretrained(tmp_path)
+    file, asked = str(tmp_path / "plan.json"), {"batch": 8, "length": 512, "dtype": "fp32"}
+    peaks = fit(str(tmp_path), ["80GiB"], **asked)
+    beside_nbytes = CONTEXT_NBYTES + WORKSPACE_NBYTES
+    answer = fit(str(tmp_path), [str((peaks.peak_nbytes + peaks.smallest_nbytes) // 2 + beside_nbytes)], **asked)
+    answer.save_plan(file)
+    (on,) = answer.cards
+    assert on.verdict == "plan"
+    budget_nbytes = on.usable_nbytes + WORKSPACE_NBYTES + SPARE_NBYTES
+    gc.collect()  # models of transformers are in cycles: that of the case before would be in memory
+    torch.cuda.empty_cache()
+    with torch.device("cuda"):
+        model = transformers.AutoModelForCausalLM.from_config(config).train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    words = torch.zeros(8, 512, dtype=torch.long, device="cuda")
+    with listening() as said, optimize(model, optimizer, budget=budget_nbytes, plan=file) as run:
+        for _ in range(4):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            model(input_ids=words, labels=words).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert run.status().phase == "planned"
+    assert "is the plan of this step; nothing is solved" in said.taken()
+    measured = torch.cuda.max_memory_reserved()
+    assert measured <= budget_nbytes
+    assert measured == pytest.approx(on.peak_nbytes + WORKSPACE_NBYTES, rel=0.01)

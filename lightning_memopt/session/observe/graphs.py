@@ -33,29 +33,27 @@ def requests_for(device: str, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def with_state(graph: Graph, sizes: Sequence[int]) -> Graph:
-    """The graph of the steps that come: they begin with optimizer state of these sizes that the update of this one makes."""
+    """The graph of the steps that come: they begin with optimizer state of these sizes, which the updates of this step make."""
     if not sum(sizes):
         return graph
-    updates = _updates(graph)
-    shares: list[tuple[tuple[int, ...], int]] = []
+    updates, last = _updates(graph), len(graph.points) - 1
     remaining = Counter(sizes)
-    for first, last in updates[:-1]:  # each update but the last: the tensors that it makes and that outlive the step
-        left = [t.nbytes for t in graph.tensors if first <= t.born_at <= last and t.freed_at == len(graph.points) - 1]
-        shares.append((pieces(min(sum(left), _rest(sizes, shares)), left), first))
-        remaining.subtract(left)
-    own = pieces(_rest(sizes, shares), (+remaining).elements())
-    shares.append((own, updates[-1][0] if updates else len(graph.points)))
-    requests = [(nbytes, at) for share, at in shares for nbytes in requests_for(graph.device, share)]
-    made = [
-        # freed where the update of this step makes it, so that it is counted once
-        Tensor(id=id, name=MADE, nbytes=nbytes, kind="optimizer_state", storage=id, born_at=BEFORE, freed_at=at - 1)
-        for id, (nbytes, at) in enumerate(requests, len(graph.tensors))
-    ]
-    return dataclasses.replace(graph, tensors=(*graph.tensors, *made))
-
-
-def _rest(sizes: Sequence[int], shares: Sequence[tuple[Sequence[int], int]]) -> int:
-    return sum(sizes) - sum(sum(share) for share, _ in shares)
+    made: set[int] = set()  # storages
+    for t in graph.tensors:
+        is_left = t.freed_at == last and any(first <= t.born_at <= end for first, end in updates)
+        if is_left and remaining[t.nbytes] > 0:
+            remaining[t.nbytes] -= 1
+            made.add(t.storage)
+    tensors = [dataclasses.replace(t, nbytes=0) if t.storage in made else t for t in graph.tensors]
+    # what they make in pieces of other sizes is counted until then
+    rest, until = tuple((+remaining).elements()), updates[-1][0] - 1 if updates else last
+    for parts, freed_at in (((Counter(sizes) - Counter(rest)).elements(), last), (rest, until)):
+        for nbytes in requests_for(graph.device, tuple(parts)):
+            id = len(tensors)
+            tensors.append(
+                Tensor(id=id, name=MADE, nbytes=nbytes, kind="optimizer_state", storage=id, born_at=BEFORE, freed_at=freed_at)
+            )
+    return dataclasses.replace(graph, tensors=tuple(tensors))
 
 
 def _updates(graph: Graph) -> list[tuple[int, int]]:

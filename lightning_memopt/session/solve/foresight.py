@@ -26,7 +26,7 @@ from lightning_memopt.plan import Machine
 from lightning_memopt.record import parameters_of
 from lightning_memopt.session import times
 from lightning_memopt.session.observe.final_gradients import Final
-from lightning_memopt.session.observe.graphs import pieces, requests_for, smoothed, with_state
+from lightning_memopt.session.observe.graphs import MADE, pieces, requests_for, smoothed, with_state
 from lightning_memopt.session.observe.observation import Observation
 from lightning_memopt.session.observe.resident import state_made
 from lightning_memopt.session.parking.offloading import Offloading
@@ -108,7 +108,7 @@ class Foresight:
         counted = counter_of(device) is not None  # then the graph already has the bytes that the update held
         throughout = 0 if counted else self.update.throughout_nbytes
         later_update = self.update._replace(state=growth, throughout_nbytes=throughout)
-        return with_update(with_state(graph, made), later_update, sum(made))
+        return with_update(with_state(graph, made), later_update)
 
     def _with_updates(self, graph: Graph) -> Graph:
         """The graph with what one update after backward takes, and with what the next step has of gradients it leaves."""
@@ -190,9 +190,9 @@ def _rounded(device: torch.device) -> Rounded:
     return kind_of(device.type).allocated_nbytes
 
 
-def with_update(graph: Graph, update: Update, made_nbytes: int = 0) -> Graph:
-    """The graph of the step with `update` at its end, as one op that reads nothing. The state of `update` is there from the
-    start. `made_nbytes`: bytes of state that the step's own update made.
+def with_update(graph: Graph, update: Update) -> Graph:
+    """The graph of the step (of `with_state`) with `update` at its end, as one op that reads nothing. The state of `update` is
+    there from the start.
     """
     end = len(graph.points)
     last = end - 1
@@ -203,7 +203,8 @@ def with_update(graph: Graph, update: Update, made_nbytes: int = 0) -> Graph:
         begins = op.at
     # tensors that the step's own update made are state or temporary; only the others live until the new update ends
     left = [t for t in graph.tensors if t.freed_at == last and t.born_at >= begins]
-    made_nbytes = min(made_nbytes, sum([t.nbytes for t in left]))
+    counted_until = sum(t.nbytes for t in graph.tensors if t.name == MADE and t.freed_at < last)
+    made_nbytes = min(counted_until, sum([t.nbytes for t in left]))
     tensors, make = list(graph.tensors), maker(Tensor)
     for t in graph.tensors:
         if t.freed_at == last and t.born_at < begins:  # without `replace`, which calls four functions of Python
@@ -212,8 +213,8 @@ def with_update(graph: Graph, update: Update, made_nbytes: int = 0) -> Graph:
             tensors[t.id] = make(*values)
     requests = requests_for(graph.device, update.beside)
     added: tuple[tuple[str, Kind, Sequence[int], int], ...] = (
-        ("made by update", "optimizer_state", update.state, BEFORE),
-        ("made by update", "optimizer_state", pieces(made_nbytes, (t.nbytes for t in left)), end),
+        (MADE, "optimizer_state", update.state, BEFORE),
+        (MADE, "optimizer_state", pieces(made_nbytes, (t.nbytes for t in left)), end),
         ("held by update", "optimizer_state", (update.throughout_nbytes,), BEFORE),
         ("in update", "temporary", requests[1:], end),  # one is the op's workspace
     )

@@ -19,6 +19,9 @@ _APART = 64
 _AGAIN = 3
 """Number of ops with the same names after which two recordings are the same again."""
 
+_SEED_NBYTES = 512
+"""Maximum number of bytes of a seed, which some kernels keep on the host, and others in a block of the device."""
+
 
 def paired(names: Sequence[str], others: Sequence[str]) -> list[tuple[int, int]]:
     """The positions of equal names, in order. What is only in one of the sequences is left out."""
@@ -93,9 +96,10 @@ class Pairing:
 
     @property
     def resized(self) -> int:
-        """How many results of ops have other sizes."""
+        """How many results of ops have other sizes, the smallest ones excepted."""
         made = (t for i in self.ops for t in self.first.ops[i].outputs)
-        return sum(self.first.tensors[t].nbytes != self.second.tensors[self.tensors[t]].nbytes for t in made)
+        sizes = ((self.first.tensors[t].nbytes, self.second.tensors[self.tensors[t]].nbytes) for t in made)
+        return sum(nbytes != other and max(nbytes, other) > _SEED_NBYTES for nbytes, other in sizes)
 
     def asked_at(self, point: int) -> int | None:
         """The point at which autograd makes the same request in the second graph; None where it does not."""

@@ -44,7 +44,7 @@ def test_temporaries_of_an_update_fit_into_cached_blocks() -> None:
 def test_state_is_many_tensors() -> None:
     """The first update makes it in cached blocks: two of 48 MiB in one of 128, the third in the other, and pins both."""
     graph, state = two_activations("cuda"), (48 * MIB,) * 3
-    of_later_steps = with_update(with_state(graph, state), Update(), sum(state))
+    of_later_steps = with_update(with_state(graph, state), Update())
     assert [t.nbytes for t in of_later_steps.tensors if t.born_at == BEFORE] == [48 * MIB] * 3
     assert reserved_mib(of_later_steps) == 2 * 128 + 2 * 128
 
