@@ -21,6 +21,7 @@ from lightning_memopt.fitting.autocast import cuda_autocast
 from lightning_memopt.fitting.operators import CudaOperators, Reads, update_together, without_checkpointing
 from lightning_memopt.fitting.sharding import UnfilledRank, of_a_card, one_rank_of
 from lightning_memopt.fitting.unfilled import Unfilled
+from lightning_memopt.fitting.values import Values
 from lightning_memopt.fitting.workspaces import workspace_nbytes
 from lightning_memopt.graph import OUTSIDE, Graph, Op, Tensor
 from lightning_memopt.integrations.asking import STEPS
@@ -79,26 +80,27 @@ def observed_by(run: Run, host_nbytes: int) -> Observed:
     return Observed(graph, f"{status.reason} {status.remedy}".strip(), host_nbytes)
 
 
-def record(build: Callable[[], Training], cuda: bool = False, ranks: int = 1) -> Recorded:
+def record(build: Callable[[], Training], cuda: bool = False, ranks: int = 1, values: Values | None = None) -> Recorded:
     """Record a step of the training that `build` makes. No bytes of it are computed, those of its weights included.
 
     cuda: the step has the operators that torch would choose on a CUDA device.
     ranks: number of processes, of which this one is the first; `build` shards the model over them.
+    values: gives values that steer the steps.
 
     Raises ConfigError if the steps have no forward in training, backward and update.
     """
     observe = partial(_observed, build, cuda)
     if ranks == 1:
-        return recorded(observe, cuda)
+        return recorded(observe, cuda, values)
     with one_rank_of(ranks):
-        made = recorded(observe, cuda, UnfilledRank)
+        made = recorded(observe, cuda, values, UnfilledRank)
     return replace(made, graph=of_a_card(made.graph))
 
 
-def recorded(observe: Observe, cuda: bool = False, kind: type[Unfilled] = Unfilled) -> Recorded:
+def recorded(observe: Observe, cuda: bool = False, values: Values | None = None, kind: type[Unfilled] = Unfilled) -> Recorded:
     """`record` for what runs its steps, and is observed, by itself."""
     with _same_random_numbers():
-        mode = kind()
+        mode = kind(values)
         try:
             with mode, _cuda(mode) if cuda else Reads(mode):
                 observed = observe(mode)
