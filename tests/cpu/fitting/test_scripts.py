@@ -263,12 +263,17 @@ def test_a_script_finds_its_arguments_and_changes_nothing_here(tmp_path: Path) -
             "called no module that has what its optimizers update",
         ),
         (
-            MODEL + "o = torch.optim.SGD(model.parameters(), lr=0.1)\nfor _ in range(9):\n"
+            MODEL + "o = torch.optim.SGD(model.parameters(), lr=0.1)\nfor _ in range(1 << 60):\n"
             "    model[0][0].forward(torch.randn(4, 256)).sum().backward()\n    o.step()\n",
             "called no module that has what its optimizers update",
         ),
+        (
+            MODEL + "for _ in range(7):\n    model(torch.randn(4, 256)).sum().backward()\n"
+            "    for p in model.parameters():\n        p.data.add_(p.grad, alpha=-0.1)\n",
+            r"train.py ran 7 forwards without a call of optimizer.step\(\), and nothing else ends a step",
+        ),
     ],
-    ids=["raises", "imports", "distributed", "exits", "ends", "no model", "no calls"],
+    ids=["raises", "imports", "distributed", "exits", "ends", "no model", "no calls", "no optimizer"],
 )
 def test_what_goes_wrong_in_a_script_is_said(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
