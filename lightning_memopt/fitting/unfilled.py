@@ -139,7 +139,7 @@ class Unfilled(TorchDispatchMode):
     def _made(self, func: OpOverload, args: tuple[Any, ...], kwargs: Any, inputs: Sequence[torch.Tensor]) -> Any:
         """What the op returns, unless it is a view."""
         name, unfilled = func._schema.name, any(map(self.is_unfilled, inputs))
-        if unfilled and name == _NUMBER:
+        if unfilled and name in (_NUMBER, "aten::item"):  # the latter in inference mode
             return self._number(inputs[0])
         if unfilled and name in _FILLS and self._is_small_and_filled_by(inputs):
             self._fills(inputs[0])
