@@ -93,7 +93,7 @@ class Unfilled(TorchDispatchMode):
                 self._on_device[storage_id(t)] = t.untyped_storage()._weak_ref()  # type: ignore[assignment]
 
     def is_on_device(self, t: torch.Tensor) -> bool:
-        return storage_id(t) in self._on_device
+        return any(storage_id(part) in self._on_device for part in _tensors(t))
 
     @property
     def host_nbytes(self) -> int:
@@ -106,7 +106,9 @@ class Unfilled(TorchDispatchMode):
             return counted.live_nbytes - sum(storage.nbytes() for storage in alive if storage is not None)
 
     def is_unfilled(self, t: torch.Tensor) -> bool:
-        return storage_id(t) in self._unfilled
+        if t.layout is torch.strided:
+            return storage_id(t) in self._unfilled
+        return any(map(self.is_unfilled, _tensors(t)))
 
     def answers(self, t: torch.Tensor) -> None:
         """User code reads all values of `t`: if they are not known, each is as a number that it asks for."""
@@ -180,12 +182,16 @@ class Unfilled(TorchDispatchMode):
             given[1]["device"] = _META
         try:
             made = _with_strides(schema.name, args, func(*given[0], **given[1]))
+            if isinstance(made, torch.Tensor) and made.layout is not torch.strided:
+                raise NotImplementedError("how many values a sparse tensor has is known when it is made")
         except (NotImplementedError, RuntimeError):
             made = func(*args, **kwargs)
             if may_run:
                 return made
             self.ran[schema.name] += 1
-            return tree_map(lambda t: self.empties(t) if isinstance(t, torch.Tensor) else t, made)
+            for t in _tensors(made):
+                self.empties(t)
+            return made
         if may_run and _nbytes((*inputs, *_tensors(made))) <= SMALL and not schema.name.startswith("aten::empty"):
             with contextlib.suppress(NotImplementedError):  # an operator of CUDA
                 return func(*args, **kwargs)
@@ -253,8 +259,12 @@ class Unfilled(TorchDispatchMode):
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors that have the bytes: of a sparse one, its indices and values."""
     if isinstance(values, torch.Tensor):
-        yield values
+        if values.layout is torch.sparse_coo:
+            yield from (values._indices(), values._values())
+        else:
+            yield values
     elif isinstance(values, (list, tuple)):
         for value in values:
             yield from _tensors(value)
@@ -267,7 +277,7 @@ def _nbytes(tensors: Any) -> int:
 
 
 def _as_meta(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=_META)
 

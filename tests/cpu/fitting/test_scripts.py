@@ -224,6 +224,34 @@ for epoch in range(5):
     assert asked(tmp_path, text).purposes["weights"] == 8 * (256 * 256 + 256) * 4
 
 
+def test_sparse_tensors(tmp_path: Path) -> None:
+    """They run for real, and count beside the step: the recorder does not know them."""
+    text = """
+n, k = 4096, 1 << 16
+edges = torch.randint(n, (2, k))
+graph = torch.sparse_coo_tensor(edges, torch.ones(k), (n, n)).cuda()
+assert graph.is_cuda and graph.cpu()._nnz() == k
+words, layer = nn.Embedding(n, 64, sparse=True).cuda(), nn.Linear(64, 64).cuda()
+x = torch.randn(n, 64).cuda().requires_grad_()
+class Graph(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.layer = words, layer
+    def forward(self):
+        return graph @ self.layer(x + self.words(torch.arange(n, device="cuda")))
+model = Graph()
+optimizers = torch.optim.SparseAdam(words.parameters()), torch.optim.Adam(layer.parameters())
+for _ in range(9):
+    model().square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+    answer = asked(tmp_path, text)
+    assert answer.purposes["outside the step"] >= (1 << 16) * (2 * 8 + 4)
+    assert answer.purposes["weights"] >= (4096 * 64 + 64 * 64 + 64) * 4
+
+
 def test_data_parallel_has_one_device(tmp_path: Path) -> None:
     wrapped = MODEL + "model = nn.DataParallel(model).cuda()\n"
     assert (
