@@ -1,9 +1,10 @@
 """What `memopt fit` predicts beside memory that others measured and published.
 
-python -m benchmarks published                                             # ResNet-50 by torch's MemTracker (peft issue 2196)
+python -m benchmarks published     # ResNet-50 by torch's MemTracker (peft issue 2196), Qwen3 on an H100 (transformers 48444)
 python -m benchmarks published --mlps mlp_data_step1.csv --rows 300        # measured MLPs (itu-rad/GPUMemNet, Datasets/MLP)
 
-Nothing was fitted to these numbers. The MLPs' total has the CUDA context in it, which is taken to be all of the smallest total.
+Nothing was fitted to these numbers. The MLPs' totals have the CUDA context and cuBLAS's workspaces in them, which are taken
+to be what the smallest total has beyond what is predicted of it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import nn
 from lightning_memopt.bench.subject import Training
 from lightning_memopt.fitting.recording import record
 from lightning_memopt.graph import Graph
+from lightning_memopt.plan.allocator import Settings, reserved
 from lightning_memopt.plan.peak import Breakdown, at_peak
 from lightning_memopt.solvers.rollout import keep_all
 
@@ -35,6 +37,13 @@ RESNET = {
 """MiB in github.com/huggingface/peft/issues/2196: batch 16 on the CPU. "weights" are its parameters and buffers."""
 RANK = 4
 """The rank whose adapters have as many parameters as the issue names: 317,772. Its dropout is not named; 0.1 is usual."""
+
+QWEN3 = {"plain": 194.1, "offload": 66.1}
+"""MiB in github.com/huggingface/transformers/pull/48444: after the forward of a Qwen3 of 8 layers and width 1,024 on 8,192
+tokens in bfloat16, with each layer checkpointed, on an H100. "offload": the layers' inputs are on the host.
+"""
+HEADS = (64, 128)
+"""The heads' width is not named: that of 16 heads, and Qwen3's default."""
 
 
 def _peak(graph: Graph) -> Breakdown:
@@ -78,8 +87,49 @@ def resnets() -> list[tuple[str, str, float, float]]:
     return rows
 
 
+def _qwen3(head: int) -> Training:
+    """Without a language model's head, whose logits alone would be larger than what was measured."""
+    import transformers
+
+    config: Any = transformers.Qwen3Config  # takes keywords that its signature does not name
+    model: Any = transformers.Qwen3Model(
+        config(
+            hidden_size=1024, num_hidden_layers=8, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8,
+            head_dim=head, vocab_size=1000, use_cache=False,
+        )
+    ).bfloat16().train()  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters())
+    words = torch.zeros(1, 8192, dtype=torch.long)
+
+    def step() -> None:
+        hidden = model(words).last_hidden_state
+        hidden.sum().backward()
+        del hidden
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Training(model, optimizer, step)
+
+
+def qwen3s() -> list[tuple[int, str, float, float]]:
+    """(width of a head, where the layers' inputs are, MiB measured, MiB predicted): what the recorded step has in memory when
+    its forward ends, without what its layers have made, and with their inputs.
+    """
+    rows = []
+    for head in HEADS:
+        graph = record(partial(_qwen3, head), cuda=True).graph
+        end = graph.forward[-1].at
+        freed = {life.tensor: life.freed_at for life in keep_all(graph)}
+        held = [t for t in graph.tensors if t.born_at <= end < max(t.freed_at, freed.get(t.id, 0))]
+        own = [t for t in held if t.kind not in ("parameter", "buffer", "optimizer_state")]
+        outside = sum(t.nbytes for t in own if not t.name.startswith("layers.")) / MIB
+        inputs = 8 * 8192 * 1024 * 2 / MIB
+        rows += [(head, how, mib, outside + inputs * (how == "plain")) for how, mib in QWEN3.items()]
+    return rows
+
+
 def _mlp(row: dict[str, str]) -> Training:
-    """The network of a row of the data set. How it was trained is not in it: Adam, as the bytes a parameter say."""
+    """The network of a row of the data set, trained as by the authors' script (NeuroNetGen_scripts/MLP/mlp.py)."""
     sizes = re.match(r"input:(\d+)_", row["Filename"])
     assert sizes is not None
     width, samples = int(sizes[1]), int(row["Batch Size"])
@@ -100,12 +150,14 @@ def _mlp(row: dict[str, str]) -> Training:
     return Training(model, optimizer, step)
 
 
-def mlps(rows: Iterable[dict[str, str]], context: int) -> list[tuple[int, float]]:
-    """(MiB measured, MiB predicted) for each network."""
-    return [
-        (int(row["Max GPU Memory (MiB)"]), context + _peak(record(partial(_mlp, row), cuda=True).graph).total / MIB)
-        for row in rows
-    ]
+def mlps(rows: Iterable[dict[str, str]]) -> list[tuple[int, float]]:
+    """(MiB measured of the process, MiB that the allocator is predicted to reserve) for each network."""
+    found = []
+    for row in rows:
+        graph = record(partial(_mlp, row), cuda=True).graph
+        nbytes = reserved(graph, keep_all(graph), Settings()).peak_nbytes
+        found.append((int(row["Max GPU Memory (MiB)"]), nbytes / MIB))
+    return found
 
 
 def main() -> None:
@@ -116,14 +168,18 @@ def main() -> None:
     print("| ResNet-50, batch 16 | purpose | measured, MiB | predicted, MiB |\n|---|---|---|---|")
     for name, purpose, measured, predicted in resnets():
         print(f"| {name} | {purpose} | {measured:,.2f} | {predicted:,.2f} |")
+    print("\n| Qwen3, width of a head | layers' inputs | measured, MiB | predicted, MiB |\n|---|---|---|---|")
+    for head, how, measured, predicted in qwen3s():
+        print(f"| {head} | {how} | {measured:,.1f} | {predicted:,.1f} |")
     if args.mlps:
         with open(args.mlps, newline="") as file:
             rows = list(csv.DictReader(file))
-        context = min(int(row["Max GPU Memory (MiB)"]) for row in rows)
-        pairs = mlps(random.Random(0).sample(rows, args.rows), context)
+        ((smallest, own_mib),) = mlps([min(rows, key=lambda row: int(row["Max GPU Memory (MiB)"]))])
+        context = smallest - own_mib
+        pairs = [(measured, context + mib) for measured, mib in mlps(random.Random(0).sample(rows, args.rows))]
         errors = sorted((predicted - measured) / measured for measured, predicted in pairs)
         totals = f"{min(pairs)[0]:,} to {max(pairs)[0]:,} MiB"
-        print(f"\n{len(pairs)} MLPs, {totals}, of which {context:,} are taken to be the context:")
+        print(f"\n{len(pairs)} MLPs, {totals}, of which {context:,.0f} are taken to be the context and cuBLAS's workspaces:")
         print(f"error of the total: median {statistics.median(errors):+.1%}, {errors[0]:+.1%} to {errors[-1]:+.1%}")
         for measured, predicted in pairs:
             if predicted > 1.05 * measured:

@@ -42,6 +42,11 @@ def add(commands: Any) -> None:
     fit.add_argument(
         "--device", default=default.device, help=f"whose operators run: {', '.join(DEVICES)} (default: {default.device})"
     )
+    fit.add_argument(
+        "--values",
+        metavar="MODULE:FUNCTION",
+        help="a function that is asked for values that steer the step (docs/fit.md); without it, they are assumed",
+    )
     fit.add_argument("-o", "--output", metavar="PLAN", help="write the plan for the card, which a run takes by plan=PLAN")
     fit.add_argument("--json", action="store_true", help="print the answer as JSON")
     fit.set_defaults(run=run)

@@ -20,6 +20,7 @@ from lightning_memopt.fitting.options import Options
 from lightning_memopt.fitting.recording import CHECKPOINTED, Recorded
 from lightning_memopt.fitting.sharding import SHARDED, StepOf, numbers_of
 from lightning_memopt.fitting.sources import Source, source_of
+from lightning_memopt.fitting.values import GIVEN
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, Machine, Schedule, lower, simulate
 from lightning_memopt.plan.peak import at_peak
@@ -176,7 +177,7 @@ class Fit:
                 *(_size(n) for _, at in sized for n in at(card)),
             )
         lines.append(render(table, 148 if several else 140))
-        lines += [f"Assumed: {line}." for line in _assumed(self.assumed)]
+        lines += [f"{line}." for line in _assumed(self.assumed)]
         for why in filter(None, dict.fromkeys(self.unsized.values())):
             sizes = " and ".join(size for size, other in self.unsized.items() if other == why)
             lines.append(f"The largest {sizes} cannot be told: {why.rstrip('.')}.")
@@ -359,4 +360,7 @@ def _assumed(assumed: dict[str, int]) -> list[str]:
         CHECKPOINTED: "gradient checkpointing is off, since a plan replaces it",
         "aten::topk": "topk of scores without bytes takes all equally often, as a balanced router of experts",
     }
-    return [texts.get(name, f"{name.removeprefix('ran ')} ran on memory that nobody filled") for name in assumed]
+    given = sum(n for name, n in assumed.items() if name.startswith(GIVEN))
+    others = [name for name in assumed if not name.startswith(GIVEN)]
+    lines = [texts.get(name, f"{name.removeprefix('ran ')} ran on memory that nobody filled") for name in others]
+    return [f"Assumed: {line}" for line in lines] + [f"Values that steer the step were given {given} times"] * (given > 0)

@@ -117,6 +117,8 @@ class CudaOperators(Reads):
         """Whether a tensor goes back to the host, and to no other type."""
         if func is parse_to or not isinstance(args[0], torch.Tensor) or args[0].requires_grad or len(args) > 2:
             return False
+        if args[0].layout is not torch.strided:
+            return False
         to = args[1] if len(args) > 1 else kwargs.get("device", "cpu" if func is torch.Tensor.cpu else None)
         same = kwargs.get("dtype") in (None, args[0].dtype)
         return same and isinstance(to, (str, torch.device)) and str(to).startswith("cpu") and self._mode.is_on_device(args[0])
@@ -125,6 +127,7 @@ class CudaOperators(Reads):
         """What was moved to the card. A part of a tensor on the host is copied, as it would be."""
         if (
             isinstance(made, torch.Tensor)
+            and made.layout is torch.strided
             and made.nbytes < made.untyped_storage().nbytes()
             and not self._mode.is_on_device(made)
         ):

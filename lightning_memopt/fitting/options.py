@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lightning_memopt.fitting.values import Values
 
 TASKS = {
     "causal-lm": "AutoModelForCausalLM",
@@ -36,6 +40,8 @@ class Options:
     optimizer: of OPTIMIZERS.
     lora: rank of the adapters; None: all weights are trained.
     device: of DEVICES: whose operators the step has. Also for functions and scripts.
+    values: a function that is asked for values that steer the step (`fitting.values`), or its name, `package.module:function`.
+        Also for functions and scripts.
 
     There is no gradient checkpointing: a plan replaces it.
     """
@@ -47,6 +53,7 @@ class Options:
     optimizer: str = "adamw"
     lora: int | None = None
     device: str = "cuda"
+    values: str | Values | None = None
 
     def __post_init__(self) -> None:
         for name, value, known in (

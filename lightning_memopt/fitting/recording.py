@@ -20,6 +20,7 @@ from lightning_memopt.fitting.autocast import cuda_autocast
 from lightning_memopt.fitting.operators import CudaOperators, Reads, update_together, without_checkpointing
 from lightning_memopt.fitting.sharding import UnfilledRank, of_a_card, one_rank_of
 from lightning_memopt.fitting.unfilled import Unfilled
+from lightning_memopt.fitting.values import Values
 from lightning_memopt.fitting.workspaces import workspace_nbytes
 from lightning_memopt.graph import OUTSIDE, Graph, Op, Tensor
 from lightning_memopt.integrations.asking import STEPS
@@ -78,15 +79,16 @@ def observed_by(run: Run, host_nbytes: int) -> Observed:
     return Observed(graph, f"{status.reason} {status.remedy}".strip(), host_nbytes)
 
 
-def record(build: Callable[[], Training], cuda: bool = False, ranks: int = 1) -> Recorded:
+def record(build: Callable[[], Training], cuda: bool = False, ranks: int = 1, values: Values | None = None) -> Recorded:
     """Record a step of the training that `build` makes. No bytes of it are computed, those of its weights included.
 
     cuda: the step has the operators that torch would choose on a CUDA device.
     ranks: number of processes, of which this one is the first; `build` shards the model over them.
+    values: gives values that steer the steps.
 
     Raises ConfigError if the steps have no forward in training, backward and update.
     """
-    with contextlib.closing(AtSizes(build, lambda training: training, cuda, ranks)) as sizes:
+    with contextlib.closing(AtSizes(build, lambda training: training, cuda, ranks, values)) as sizes:
         return sizes.record()
 
 
@@ -99,9 +101,11 @@ class AtSizes(Generic[Made]):
     make: makes what stays at all sizes. at: makes of it the training at a size. The others: see `record`.
     """
 
-    def __init__(self, make: Callable[[], Made], at: Callable[..., Training], cuda: bool, ranks: int = 1) -> None:
+    def __init__(
+        self, make: Callable[[], Made], at: Callable[..., Training], cuda: bool, ranks: int = 1, values: Values | None = None
+    ) -> None:
         self._make, self._at, self._cuda, self._ranks = make, at, cuda, ranks
-        self._mode = Unfilled() if ranks == 1 else UnfilledRank()
+        self._mode = Unfilled(values) if ranks == 1 else UnfilledRank(values)
         self._group = contextlib.ExitStack()
         self._made: Made | None = None
         self._before_nbytes = 0
@@ -110,7 +114,7 @@ class AtSizes(Generic[Made]):
         """Record a step at these sizes. Raises ConfigError as the function does."""
         if self._ranks > 1 and self._made is None:
             self._group.enter_context(one_rank_of(self._ranks))
-        made = recorded(lambda mode: self._observed(mode, sizes), self._cuda, self._mode)
+        made = recorded(lambda mode: self._observed(mode, sizes), self._cuda, mode=self._mode)
         return made if self._ranks == 1 else replace(made, graph=of_a_card(made.graph))
 
     def close(self) -> None:
@@ -136,14 +140,14 @@ class AtSizes(Generic[Made]):
             return observed_by(run, self._before_nbytes)
 
 
-def recorded(observe: Observe, cuda: bool = False, mode: Unfilled | None = None) -> Recorded:
+def recorded(observe: Observe, cuda: bool = False, values: Values | None = None, mode: Unfilled | None = None) -> Recorded:
     """`record` for what runs its steps, and is observed, by itself.
 
-    mode: one in which the training was made, and which the caller closes.
+    mode: one in which the training was made, with its values, and which the caller closes.
     """
     if mode is None:
-        with contextlib.closing(Unfilled()) as mode:
-            return recorded(observe, cuda, mode)
+        with contextlib.closing(Unfilled(values)) as mode:
+            return recorded(observe, cuda, mode=mode)
     with _same_random_numbers(), mode, _cuda(mode) if cuda else Reads(mode):
         observed = observe(mode)
     if observed.graph is None:

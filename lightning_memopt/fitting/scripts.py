@@ -39,7 +39,8 @@ _PATIENCE = 1000
 """Maximum number of forwards from update to update. A script that trains by other means than an optimizer may never end,
 because no loss falls."""
 _SELDOM = 32
-"""Number of updates after which an optimizer that has not stepped is taken to be unused."""
+"""Number of updates after which an optimizer that has not stepped is taken to be unused, and a script that has called no module
+is taken to call none."""
 
 
 class _Recorded(BaseException):
@@ -100,9 +101,9 @@ def observed(command: Sequence[str], name: str = "", nbytes: int = 0, *, mode: U
             if not isinstance(error.__cause__, SystemExit):
                 raise
             ended = f"exited with {error.__cause__.code!r}" if error.__cause__.code else ended
-    if loop.is_stuck:
+    if loop.has_forwards and (loop.is_stuck or not loop.updates):
         raise ConfigError(
-            f"{script} ran {_PATIENCE} forwards without a call of optimizer.step(), and nothing else ends a step. Give "
+            f"{script} ran {loop.forwards} forwards without a call of optimizer.step(), and nothing else ends a step. Give "
             "package.module:function."
         )
     if loop.updates and not loop.has_forwards:
@@ -153,6 +154,7 @@ class _Loop:
 
     observed: its last step, as soon as the loop was left.
     updates: number of calls of `optimizer.step()` so far.
+    forwards: number of calls of modules that train since the last update.
     has_forwards: whether a module that trains was called.
     """
 
@@ -168,14 +170,14 @@ class _Loop:
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._run: Run | None = None
         self._updating = False
-        self._forwards = 0  # since the last update
+        self.forwards = 0
         self.observed: Observed | None = None
         self.updates = 0
         self.has_forwards = False
 
     @property
     def is_stuck(self) -> bool:
-        return self._forwards >= _PATIENCE
+        return self.forwards >= _PATIENCE
 
     @property
     def is_done(self) -> bool:
@@ -230,7 +232,7 @@ class _Loop:
 
     def _forward(self, module: nn.Module) -> None:
         """A module is called from outside of all others."""
-        self._forwards += 1
+        self.forwards += 1
         self.has_forwards = True
         if self.is_done or self.is_stuck:
             raise _Recorded
@@ -244,7 +246,9 @@ class _Loop:
 
     def _update_ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.updates += 1
-        self._forwards = 0
+        self.forwards = 0
+        if self.updates > _SELDOM and not self.has_forwards:
+            raise _Recorded
         if self._run is None:
             self._find(optimizer)
         elif optimizer is self._optimizers[-1]:

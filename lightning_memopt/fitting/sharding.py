@@ -128,15 +128,16 @@ def of_a_card(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(ops), device=CPU.name)
 
 
-def shard(model: nn.Module, compute: torch.dtype | None = None) -> None:
+def shard(model: nn.Module, compute: torch.dtype | None = None, device: str = "cpu") -> None:
     """Shard a model over all ranks as users of FSDP2 do it: each repeated block is a unit, and all else is one more.
 
     compute: the type in which weights are gathered; gradients are then reduced in float32. None: all in the weights' own type.
+    device: type of the device that the shards are on.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (distributed.get_world_size(),))}
+    options: dict[str, Any] = {"mesh": init_device_mesh(device, (distributed.get_world_size(),))}
     if compute is not None:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for module in (*blocks_of(model), model):

@@ -15,6 +15,7 @@ from lightning_memopt.fitting import scripts
 from lightning_memopt.fitting.options import DTYPES, OPTIMIZERS, TASKS, UNSHARDED, Options
 from lightning_memopt.fitting.recording import AtSizes, Recorded, record, recorded
 from lightning_memopt.fitting.sharding import shard
+from lightning_memopt.fitting.values import Values, values_of
 
 if TYPE_CHECKING:
     from lightning_memopt.bench.subject import Training
@@ -68,20 +69,24 @@ def source_of(spec: str | Sequence[str], options: Options, device: tuple[str, in
     return _of_function(words[0], options)
 
 
-def of_training(name: str, build: Callable[[int], Training], batch: int | None, device: str = "cuda") -> Source:
+def of_training(
+    name: str, build: Callable[[int], Training], batch: int | None, device: str = "cuda", values: Values | None = None
+) -> Source:
     """A training that a function makes for any number of samples."""
     cuda, unsized = not kind_of(device).is_host, "the function alone knows it"
-    return Source(name, lambda n, _: record(partial(build, n), cuda), batch, unsized=unsized, device=device)
+    return Source(name, lambda n, _: record(partial(build, n), cuda, values=values), batch, unsized=unsized, device=device)
 
 
 def _of_script(command: list[str], options: Options, device: tuple[str, int]) -> Source:
     scripts.script_of(command)
     taken = tuple(size for size in SIZES if any(f"{{{size}}}" in word for word in command))
     _refuse(options, taken, "The script")
+    values = values_of(options.values)
 
     def recording(batch: int, length: int) -> Recorded:
         words = [word.replace("{batch}", str(batch)).replace("{length}", str(length)) for word in command]
-        return recorded(lambda mode: scripts.observed(words, *(device if options.cuda else ()), mode=mode), options.cuda)
+        finds = device if options.cuda else ()
+        return recorded(lambda mode: scripts.observed(words, *finds, mode=mode), options.cuda, values)
 
     hint = "write {batch} and {length} in the command where the script takes them"
     sizes = {size: getattr(options, size) for size in taken}
@@ -98,12 +103,12 @@ def _of_function(spec: str, options: Options) -> Source:
         _give_memory(training.model)
         return training
 
-    return of_training(spec, built, None, options.device)
+    return of_training(spec, built, None, options.device, values_of(options.values))
 
 
 def _refuse(options: Options, taken: tuple[str, ...], who: str) -> None:
     """Raise ConfigError for options that have no effect."""
-    taken = (*taken, "device")
+    taken = (*taken, "device", "values")
     given = [f.name for f in fields(Options) if f.name not in taken and getattr(options, f.name) != f.default]
     if given:
         sizes = " and ".join(f"{{{name}}}" for name in given if name in SIZES and who == "The script")
@@ -158,7 +163,7 @@ def _of_config(spec: str, options: Options, ranks: int) -> Source:
 
         return Training(model, optimizer, step)
 
-    sizes = AtSizes(make, training, options.cuda, ranks)
+    sizes = AtSizes(make, training, options.cuda, ranks, values_of(options.values))
     length = None if task == "image-classification" else options.length
     return Source(spec, sizes.record, options.batch, length, device=options.device, close=sizes.close)
 

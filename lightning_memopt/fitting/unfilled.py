@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lightning_memopt.fitting.values import GIVEN, Values, asked
 from lightning_memopt.native.counting import counter
 from lightning_memopt.torch_private import (
     OpOverload,
@@ -38,6 +39,7 @@ _FILLS = {"aten::zero_", "aten::fill_", "aten::copy_"}
 _TOPK = "aten::topk"
 _ARGMAX = "aten::argmax"
 """The ops by which a mixture of experts chooses experts. Of unfilled scores they choose all experts equally often."""
+_NUMBER = "aten::_local_scalar_dense"
 _ANSWERS = {"aten::isnan": torch.zeros, "aten::all": torch.ones, "aten::_is_all_true": torch.ones}
 """Conditions on unfilled tensors whose answers are known: nothing is NaN, and what is asked about all is true of all."""
 _CONTIGUOUS = {
@@ -51,6 +53,8 @@ _STRIDES_OF = {"aten::softplus_backward": 0}
 """Ops to whose first result the kernel for `meta` gives strides that no device gives it. It is contiguous, or has the memory
 format or the strides of the argument with this index.
 """
+_NAMES = {_NUMBER: "item", "aten::_is_all_true": "all"}
+"""What ops are called in a question."""
 _KEEPS = {"aten::mse_loss", "aten::smooth_l1_loss", "aten::binary_cross_entropy", "aten::soft_margin_loss", "aten::col2im"}
 """Ops whose result keeps memory for as many elements as the first argument has, in which it was made before it was reduced."""
 _FINITE = {"aten::_amp_foreach_non_finite_check_and_unscale_": 1}
@@ -60,14 +64,17 @@ _FINITE = {"aten::_amp_foreach_non_finite_check_and_unscale_": 1}
 class Unfilled(TorchDispatchMode):
     """Within, ops make unfilled tensors.
 
-    assumed: op that returns a number to Python -> how often the number was assumed, because the tensor is unfilled.
+    values: the user's function that gives values; where it gives none, they are assumed.
+    assumed: op that returns a number to Python -> how often the number was assumed, because the tensor is unfilled. After
+        GIVEN, the op's name stands for those that `values` gave.
     ran: op without a kernel for `meta` -> how often it ran for real.
     """
 
     sees_last = True  # it runs the ops, so other modes must see them first (record/modes.py)
 
-    def __init__(self) -> None:
+    def __init__(self, values: Values | None = None) -> None:
         super().__init__()
+        self._values = values
         self.assumed: Counter[str] = Counter()
         self.ran: Counter[str] = Counter()
         self._unfilled: dict[int, int] = {}  # address of a storage -> a weak reference, which keeps the address from another
@@ -87,7 +94,7 @@ class Unfilled(TorchDispatchMode):
                 self._on_device[storage_id(t)] = t.untyped_storage()._weak_ref()  # type: ignore[assignment]
 
     def is_on_device(self, t: torch.Tensor) -> bool:
-        return storage_id(t) in self._on_device
+        return any(storage_id(part) in self._on_device for part in _tensors(t))
 
     @property
     def host_nbytes(self) -> int:
@@ -100,14 +107,20 @@ class Unfilled(TorchDispatchMode):
             return counted.live_nbytes - sum(storage.nbytes() for storage in alive if storage is not None)
 
     def is_unfilled(self, t: torch.Tensor) -> bool:
-        return storage_id(t) in self._unfilled
+        if t.layout is torch.strided:
+            return storage_id(t) in self._unfilled
+        return any(map(self.is_unfilled, _tensors(t)))
 
     def answers(self, t: torch.Tensor) -> None:
         """User code reads all values of `t`: if they are not known, each is as a number that it asks for."""
         if self.is_unfilled(t):
-            self.assumed["aten::_local_scalar_dense"] += 1
             with no_dispatch_modes():
-                t.detach().fill_(float(t.dtype.is_floating_point))
+                given = self._given(_NUMBER, t.size(), t.dtype)
+                if given is not None:
+                    t.detach().copy_(given)
+                else:
+                    self.assumed[_NUMBER] += 1
+                    t.detach().fill_(float(t.dtype.is_floating_point))
 
     def empties(self, t: torch.Tensor) -> torch.Tensor:
         """Note that the bytes of `t` are not computed."""
@@ -129,8 +142,8 @@ class Unfilled(TorchDispatchMode):
     def _made(self, func: OpOverload, args: tuple[Any, ...], kwargs: Any, inputs: Sequence[torch.Tensor]) -> Any:
         """What the op returns, unless it is a view."""
         name, unfilled = func._schema.name, any(map(self.is_unfilled, inputs))
-        if unfilled and name == "aten::_local_scalar_dense":
-            return self._number(func, inputs[0])
+        if unfilled and name in (_NUMBER, "aten::item"):  # the latter in inference mode
+            return self._number(inputs[0])
         if unfilled and name in _FILLS and self._is_small_and_filled_by(inputs):
             self._fills(inputs[0])
             return func(*args, **kwargs)
@@ -145,10 +158,22 @@ class Unfilled(TorchDispatchMode):
         """Note that the bytes of `t` are computed from now on."""
         free_weak(self._unfilled.pop(storage_id(t)))
 
-    def _number(self, func: OpOverload, t: torch.Tensor) -> Any:
+    def _number(self, t: torch.Tensor) -> Any:
         """A number that user code asks for. A loss is 1.0; nothing is infinite or not a number; nothing is True."""
-        self.assumed[func._schema.name] += 1
-        return torch.full((), float(t.dtype.is_floating_point), dtype=t.dtype).item()
+        given = self._given(_NUMBER, torch.Size(), t.dtype)
+        if given is None:
+            self.assumed[_NUMBER] += 1
+            given = torch.full((), float(t.dtype.is_floating_point), dtype=t.dtype)
+        return given.item()
+
+    def _given(self, name: str, size: torch.Size, dtype: torch.dtype, choices: int | None = None) -> torch.Tensor | None:
+        """Values that the user knows, if there are any."""
+        if self._values is None:
+            return None
+        given = asked(self._values, _NAMES.get(name, name.removeprefix("aten::")), size, dtype, choices)
+        if given is not None:
+            self.assumed[GIVEN + name] += 1
+        return given
 
     def _run(self, func: OpOverload, args: Any, kwargs: Any, inputs: Sequence[torch.Tensor], may_run: bool) -> Any:
         """What the op returns. `may_run`: all its inputs have bytes."""
@@ -160,18 +185,23 @@ class Unfilled(TorchDispatchMode):
             if may_run:
                 return made
             self.ran[schema.name] += 1
-            return tree_map(lambda t: self.empties(t) if isinstance(t, torch.Tensor) else t, made)
+            for t in _tensors(made):
+                self.empties(t)
+            return made
         if may_run and _nbytes((*inputs, *_tensors(made))) <= SMALL and not schema.name.startswith("aten::empty"):
             with contextlib.suppress(NotImplementedError):  # an operator of CUDA
                 return func(*args, **kwargs)
         written = self._written(func, args, kwargs)
         if schema.name == _TOPK:
-            return self._like(made[0]), self._routed(made[1], inputs[0], kwargs.get("dim", args[2] if len(args) > 2 else -1))
+            dim = kwargs.get("dim", args[2] if len(args) > 2 else -1)
+            return self._like(made[0]), self._routed(_TOPK, made[1], inputs[0], dim)
         if schema.name == _ARGMAX and len(args) > 1 and args[1] is not None:
-            return self._routed(made, inputs[0], args[1])
-        if not may_run and schema.name in _ANSWERS and made.numel() <= SMALL:
-            self.assumed["aten::_local_scalar_dense"] += 1
-            return _ANSWERS[schema.name](made.size(), dtype=torch.bool)
+            return self._routed(schema.name, made, inputs[0], args[1])
+        is_condition = schema.name in _ANSWERS or (isinstance(made, torch.Tensor) and made.dtype == torch.bool)
+        if is_condition and not may_run and not written:
+            condition = self._condition(schema.name, made)
+            if condition is not None:
+                return condition
 
         def of(index: int, value: Any) -> Any:
             info = schema.returns[index].alias_info
@@ -195,13 +225,29 @@ class Unfilled(TorchDispatchMode):
         given = tree_map(_as_meta, (args, kwargs))
         if any(a.name == "device" for a in func._schema.arguments):
             given[1]["device"] = _META
-        made = self._asked[key] = _with_strides(func._schema.name, args, func(*given[0], **given[1]))
+        made = _with_strides(func._schema.name, args, func(*given[0], **given[1]))
+        if isinstance(made, torch.Tensor) and made.layout is not torch.strided:
+            raise NotImplementedError("how many values a sparse tensor has is known when it is made")
+        self._asked[key] = made
         return made
 
-    def _routed(self, made: torch.Tensor, scores: torch.Tensor, dim: int) -> torch.Tensor:
+    def _routed(self, name: str, made: torch.Tensor, scores: torch.Tensor, dim: int) -> torch.Tensor:
         """Indices along a dimension of unfilled scores, each as often as any other."""
+        given = self._given(name, made.size(), made.dtype, scores.size(dim))
+        if given is not None:
+            return given.clone(memory_format=torch.contiguous_format)
         self.assumed[_TOPK] += 1
         return (torch.arange(made.numel()) % scores.size(dim)).view(made.size())
+
+    def _condition(self, name: str, made: torch.Tensor) -> torch.Tensor | None:
+        """What is true of unfilled tensors, as far as it is known."""
+        given = self._given(name, made.size(), made.dtype)
+        if given is not None:
+            return torch.empty_strided(made.size(), made.stride(), dtype=made.dtype).copy_(given)
+        if name not in _ANSWERS or made.numel() > SMALL:
+            return None
+        self.assumed[_NUMBER] += 1
+        return _ANSWERS[name](made.size(), dtype=made.dtype)
 
     def _written(self, func: OpOverload, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
         """(names in the schema, argument) of the arguments that the op writes, which are unfilled from now on."""
@@ -225,8 +271,12 @@ class Unfilled(TorchDispatchMode):
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors that have the bytes: of a sparse one, its indices and values."""
     if isinstance(values, torch.Tensor):
-        yield values
+        if values.layout is torch.sparse_coo:
+            yield from (values._indices(), values._values())
+        else:
+            yield values
     elif isinstance(values, (list, tuple)):
         for value in values:
             yield from _tensors(value)
@@ -239,9 +289,9 @@ def _nbytes(tensors: Any) -> int:
 
 
 def _key(value: Any) -> Hashable:
-    """What kernels for `meta` can tell of an argument: 1, 1.0 and True differ."""
+    """What kernels for `meta` can tell of an argument: 1, 1.0 and True differ. Each sparse tensor is one of its own."""
     if isinstance(value, torch.Tensor):
-        return value.size(), value.stride(), value.dtype
+        return (value.size(), value.stride(), value.dtype) if value.layout is torch.strided else object()
     if isinstance(value, (list, tuple)):
         return tuple(map(_key, value))
     if isinstance(value, dict):
@@ -250,7 +300,7 @@ def _key(value: Any) -> Hashable:
 
 
 def _as_meta(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=_META)
 

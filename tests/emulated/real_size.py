@@ -52,7 +52,7 @@ def gpt2_xl() -> Made:
     return _made(transformers.GPT2LMHeadModel(config), **_words(4, 1024))
 
 
-_BLOCKS = {
+BLOCKS = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "num_hidden_layers": 32,
@@ -63,7 +63,7 @@ _BLOCKS = {
 """Of Llama 3 8B, and of Mixtral 8x7B."""
 
 
-def _in_bfloat16(build: Callable[[], Any]) -> Any:
+def in_bfloat16(build: Callable[[], Any]) -> Any:
     """In float32 the card has no room for it."""
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -74,8 +74,8 @@ def _in_bfloat16(build: Callable[[], Any]) -> Any:
 
 def llama_8b(lora: bool, length: int) -> Made:
     """Llama 3's 8 billion parameters, bfloat16."""
-    config = configs.LlamaConfig(vocab_size=128256, max_position_embeddings=8192, **_BLOCKS)
-    model = _in_bfloat16(lambda: transformers.LlamaForCausalLM(config))
+    config = configs.LlamaConfig(vocab_size=128256, max_position_embeddings=8192, **BLOCKS)
+    model = in_bfloat16(lambda: transformers.LlamaForCausalLM(config))
     return _made(_adapted(model) if lora else model, **_words(1, length))
 
 
@@ -83,8 +83,8 @@ def mixtral() -> Made:
     """Mixtral 8x7B, 47 billion parameters, bfloat16, with adapters; 4 x 4,096 tokens. Values are zeros, so that all tokens go
     to the same two experts.
     """
-    config = configs.MixtralConfig(vocab_size=32000, num_local_experts=8, num_experts_per_tok=2, **_BLOCKS)
-    model = _in_bfloat16(lambda: transformers.MixtralForCausalLM(config))
+    config = configs.MixtralConfig(vocab_size=32000, num_local_experts=8, num_experts_per_tok=2, **BLOCKS)
+    model = in_bfloat16(lambda: transformers.MixtralForCausalLM(config))
     return _made(_adapted(model), **_words(4, 4096))
 
 

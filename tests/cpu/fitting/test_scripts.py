@@ -224,6 +224,34 @@ for epoch in range(5):
     assert asked(tmp_path, text).purposes["weights"] == 8 * (256 * 256 + 256) * 4
 
 
+def test_sparse_tensors(tmp_path: Path) -> None:
+    """They run for real, and count beside the step: the recorder does not know them."""
+    text = """
+n, k = 4096, 1 << 16
+edges = torch.randint(n, (2, k))
+graph = torch.sparse_coo_tensor(edges, torch.ones(k), (n, n)).cuda()
+assert graph.is_cuda and graph.cpu()._nnz() == k
+words, layer = nn.Embedding(n, 64, sparse=True).cuda(), nn.Linear(64, 64).cuda()
+x = torch.randn(n, 64).cuda().requires_grad_()
+class Graph(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.layer = words, layer
+    def forward(self):
+        return graph @ self.layer(x + self.words(torch.arange(n, device="cuda")))
+model = Graph()
+optimizers = torch.optim.SparseAdam(words.parameters()), torch.optim.Adam(layer.parameters())
+for _ in range(9):
+    model().square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+    answer = asked(tmp_path, text)
+    assert answer.purposes["outside the step"] >= (1 << 16) * (2 * 8 + 4)
+    assert answer.purposes["weights"] >= (4096 * 64 + 64 * 64 + 64) * 4
+
+
 def test_data_parallel_has_one_device(tmp_path: Path) -> None:
     wrapped = MODEL + "model = nn.DataParallel(model).cuda()\n"
     assert (
@@ -263,12 +291,17 @@ def test_a_script_finds_its_arguments_and_changes_nothing_here(tmp_path: Path) -
             "called no module that has what its optimizers update",
         ),
         (
-            MODEL + "o = torch.optim.SGD(model.parameters(), lr=0.1)\nfor _ in range(9):\n"
+            MODEL + "o = torch.optim.SGD(model.parameters(), lr=0.1)\nfor _ in range(1 << 60):\n"
             "    model[0][0].forward(torch.randn(4, 256)).sum().backward()\n    o.step()\n",
             "called no module that has what its optimizers update",
         ),
+        (
+            MODEL + "for _ in range(7):\n    model(torch.randn(4, 256)).sum().backward()\n"
+            "    for p in model.parameters():\n        p.data.add_(p.grad, alpha=-0.1)\n",
+            r"train.py ran 7 forwards without a call of optimizer.step\(\), and nothing else ends a step",
+        ),
     ],
-    ids=["raises", "imports", "distributed", "exits", "ends", "no model", "no calls"],
+    ids=["raises", "imports", "distributed", "exits", "ends", "no model", "no calls", "no optimizer"],
 )
 def test_what_goes_wrong_in_a_script_is_said(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
