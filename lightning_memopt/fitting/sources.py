@@ -35,6 +35,7 @@ class Source:
     length: tokens of a sample; None: the same.
     unsized: why sizes are None.
     device: type of the device whose operators the step has.
+    early: records the same step with parameters updated in backward, as far as it allows it; None: nobody can ask for that.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Source:
     length: int | None = None
     unsized: str = ""
     device: str = "cuda"
+    early: Callable[[int, int], Recorded] | None = None
 
 
 def source_of(spec: str | Sequence[str], options: Options, device: tuple[str, int], ranks: int = 1) -> Source:
@@ -69,7 +71,11 @@ def source_of(spec: str | Sequence[str], options: Options, device: tuple[str, in
 def of_training(name: str, build: Callable[[int], Training], batch: int | None, device: str = "cuda") -> Source:
     """A training that a function makes for any number of samples."""
     cuda, unsized = not kind_of(device).is_host, "the function alone knows it"
-    return Source(name, lambda n, _: record(partial(build, n), cuda), batch, unsized=unsized, device=device)
+
+    def recording(n: int, _: int, early: bool = False) -> Recorded:
+        return record(partial(build, n), cuda, early=early)
+
+    return Source(name, recording, batch, unsized=unsized, device=device, early=partial(recording, early=True))
 
 
 def _of_script(command: list[str], options: Options, device: tuple[str, int]) -> Source:
@@ -77,13 +83,15 @@ def _of_script(command: list[str], options: Options, device: tuple[str, int]) ->
     taken = tuple(size for size in SIZES if any(f"{{{size}}}" in word for word in command))
     _refuse(options, taken, "The script")
 
-    def recording(batch: int, length: int) -> Recorded:
+    def recording(batch: int, length: int, early: bool = False) -> Recorded:
         words = [word.replace("{batch}", str(batch)).replace("{length}", str(length)) for word in command]
-        return recorded(lambda mode: scripts.observed(words, *(device if options.cuda else ()), mode=mode), options.cuda)
+        on = device if options.cuda else ()
+        return recorded(lambda mode: scripts.observed(words, *on, mode=mode, early=early), options.cuda)
 
     hint = "write {batch} and {length} in the command where the script takes them"
     sizes = {size: getattr(options, size) for size in taken}
-    return Source(" ".join(command), recording, **sizes, unsized=hint, device=options.device)
+    early = partial(recording, early=True)
+    return Source(" ".join(command), recording, **sizes, unsized=hint, device=options.device, early=early)
 
 
 def _of_function(spec: str, options: Options) -> Source:
@@ -152,13 +160,17 @@ def _of_config(spec: str, options: Options, ranks: int) -> Source:
 
         return Training(model, optimizer, step)
 
+    def recording(*sizes: int, early: bool = False) -> Recorded:
+        return record(partial(build, *sizes), options.cuda, ranks, early)
+
     has_tokens = task != "image-classification"
     return Source(
         spec,
-        lambda *sizes: record(partial(build, *sizes), options.cuda, ranks=ranks),
+        recording,
         options.batch,
         options.length if has_tokens else None,
         device=options.device,
+        early=partial(recording, early=True) if ranks == 1 else None,
     )
 
 
