@@ -184,7 +184,10 @@ class Techniques:
         usable = card.usable_nbytes
         missing, best = found.nbytes - usable, None
         for config in self._more():
-            if config.optimizer_in_backward != self.config.optimizer_in_backward and missing > _of_update_nbytes(self._graph):
+            if (
+                config.optimizer_in_backward != self.config.optimizer_in_backward
+                and self._least_updating(card, config) > usable
+            ):
                 continue  # recording and solving again would take long, for nothing
             frontiers, as_usual = self._allowed(card, config)
             if as_usual or not frontiers:
@@ -205,10 +208,20 @@ class Techniques:
             return
         allowed = self.config.offload, self.config.optimizer_in_backward
         tier = kind_of(self._source.device).slow_tier
-        for update in dict.fromkeys((allowed[1], "auto" if allowed[1] == "never" else allowed[1])):
+        can_update = allowed[1] == "never" and self._source.early is not None
+        for update in dict.fromkeys((allowed[1], "auto" if can_update else allowed[1])):
             for offload in dict.fromkeys((allowed[0], tier if allowed[0] == "none" else allowed[0])):
                 if (offload, update) != allowed:
                     yield config_of(offload, update, _OTHER_SECONDS)
+
+    def _least_updating(self, card: Card, config: MemOptConfig) -> int:
+        """About the fewest bytes that plans need if early updates do as much as they can: in the step without gradients."""
+        plans = [c.lives for c in self._frontier.candidates[:: ceil_div(len(self._frontier.candidates), _STARTS)]]
+        if config.offload != "none":
+            frontiers, _ = self._allowed(card, replace(config, optimizer_in_backward="never"))
+            plans = [frontier.least for frontier in frontiers if isinstance(frontier, JointFrontier)]
+        without = _without_gradients(self._graph)
+        return min((planner.of_one(without, ("", lives), Machine()).smallest_nbytes for lives in plans), default=0)
 
     def _allowed(self, card: Card, config: MemOptConfig) -> tuple[list[Frontier], str]:
         """The plans that do more than recompute, as far as these options allow it; and why they update no parameters in
@@ -300,13 +313,20 @@ class Techniques:
         if not graph.updates:
             return recorded.as_usual or "No gradient is final before the update."
         seconds = 0.0 if self.always else _update_seconds(self._first, self._graph, graph)
+        timed, machine = self._first.timed(graph), Machine(update_seconds=seconds)
+        budgets = self._budgets
+        if search_seconds == _OTHER_SECONDS:  # for cards that nothing fits so far
+            budgets = [nbytes for nbytes in budgets if nbytes < self._frontier.smallest_nbytes] or budgets[:1]
+            least = planner.smallest(timed, machine)
+            if least.budget_nbytes > budgets[-1]:
+                return planner.of_one(timed, (least.solver, least.lives), machine)
         return planner.solve(
-            self._first.timed(graph),
-            Machine(update_seconds=seconds),
+            timed,
+            machine,
             search_seconds=search_seconds,
             limit_seconds=_LIMIT_SECONDS,
-            budgets=self._budgets,
-            keep_nbytes=self._budgets[0],
+            budgets=budgets,
+            keep_nbytes=budgets[0],
         )
 
     @cached_property
@@ -348,7 +368,9 @@ def _in_blocks(graph: Graph) -> Graph:
     return replace(graph, updates=tuple(map(rounded, graph.updates)))
 
 
-def _of_update_nbytes(graph: Graph) -> int:
-    """Bytes of all gradients, and of what the update takes in addition: early updates save no more."""
-    gradients = sum(t.nbytes for t in graph.tensors if t.kind == "gradient")
-    return gradients + max((op.workspace_nbytes for op in graph.ops if op.phase == "update"), default=0)
+def _without_gradients(graph: Graph) -> Graph:
+    """The step without gradients, and without what the update takes in addition."""
+    updates = {op.at for op in graph.ops if op.phase == "update"}
+    tensors = (replace(t, nbytes=0) if t.kind == "gradient" or t.born_at in updates else t for t in graph.tensors)
+    ops = (replace(op, workspace_nbytes=0) if op.phase == "update" else op for op in graph.ops)
+    return replace(graph, tensors=tuple(tensors), ops=tuple(ops), asked={})
