@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -92,13 +93,15 @@ def observed_by(run: Run, host_nbytes: int, lines: Sequence[str] = ()) -> Observ
 
 @contextlib.contextmanager
 def marked(run: Run) -> Iterator[None]:
-    """Within, each backward is the last one before an update, as a loop says it by `run.last_backward`."""
-    backward = torch.autograd.backward
+    """Within, each backward is the last one before an update, as a loop says it by `run.last_backward`. In other threads, and
+    while a forward begins, this package measures something.
+    """
+    backward, thread = torch.autograd.backward, threading.get_ident()
     inside = False
 
     def last(*args: Any, **kwargs: Any) -> None:
         nonlocal inside
-        if inside:
+        if inside or run.session.rounds.inside or threading.get_ident() != thread:
             return backward(*args, **kwargs)
         inside = True
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +29,7 @@ from lightning_memopt.graph import unmodified_levels
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.plan import updated
 from lightning_memopt.plan.rates import Link
+from lightning_memopt.trace.in_place import held_by_autograd_alone
 from lightning_memopt.units import format_nbytes
 from tests.cpu.lib.harness import same_bits
 from tests.cpu.lib.loops import counted_nbytes, leaves_nothing
@@ -88,6 +90,7 @@ def trained(build: Build, **options: Any) -> tuple[list[Tensor], Run | None]:
 def assert_keeps(build: Build, nbytes: int, **options: Any) -> Run:
     """A run within so many bytes, beside what the process holds, keeps its budget, with the bits of the plain run."""
     expected, _ = trained(build)
+    gc.collect()
     budget = nbytes + counted_nbytes()
     with pytest.raises(InfeasibleError):
         trained(build, budget=budget)
@@ -139,7 +142,8 @@ def test_both_together() -> None:
     assert [(o.offload, o.optimizer_in_backward, o.missing_nbytes) for o in without.others] == [("disk", "auto", 0)]
     (on,) = asked(build, nbytes, "disk", "auto").cards
     assert on.verdict == "plan" and {OFFLOAD, EARLY} <= set(on.techniques)
-    assert_keeps(build, nbytes, offload="disk", optimizer_in_backward="auto")
+    run = assert_keeps(build, nbytes, offload="disk", optimizer_in_backward="auto")
+    assert run.plan is not None and run.plan.parks and run.plan.updates
 
 
 def test_what_more_would_miss() -> None:
@@ -188,6 +192,12 @@ def test_the_usual_step_of_one_with_early_updates_is_the_one_without() -> None:
         assert not plain.updates and len(early.updates) == 14
         usual = max(unmodified_levels(updated(early, ())))
         assert abs(usual / max(unmodified_levels(plain)) - 1) < 0.02
+
+
+def test_backwards_of_the_package_itself_are_not_marked() -> None:
+    """One runs when the first forward of a process is observed."""
+    held_by_autograd_alone.cache_clear()
+    assert len(record(DEEP, early=True).graph.updates) == 14
 
 
 # -- where they are not possible -----------------------------------------------------------------
