@@ -47,6 +47,17 @@ def add(commands: Any) -> None:
         metavar="MODULE:FUNCTION",
         help="a function that is asked for values that steer the step (docs/fit.md); without it, they are assumed",
     )
+    fit.add_argument(
+        "--offload",
+        default="none",
+        help="none, host, disk or auto: where a plan may park saved tensors until backward, as for a run (default: none)",
+    )
+    fit.add_argument(
+        "--optimizer-in-backward",
+        default="never",
+        metavar="WHEN",
+        help="never, auto or always: whether a plan may update parameters in backward, as for a run (default: never)",
+    )
     fit.add_argument("-o", "--output", metavar="PLAN", help="write the plan for the card, which a run takes by plan=PLAN")
     fit.add_argument("--json", action="store_true", help="print the answer as JSON")
     fit.set_defaults(run=run)
@@ -64,7 +75,9 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         plans.check(args.card, args.output, args.ranks)
     source = args.source[0] if len(args.source) == 1 else args.source
-    answer = fit(source, args.card, args.ranks, **{field.name: getattr(args, field.name) for field in fields(Options)})
+    techniques = {name: getattr(args, name) for name in ("offload", "optimizer_in_backward")}
+    options = {field.name: getattr(args, field.name) for field in fields(Options)}
+    answer = fit(source, args.card, args.ranks, **techniques, **options)
     print(json.dumps(answer.to_json()) if args.json else answer.table())
     if args.output is not None:
         said = answer.save_plan(args.output) if answer.fits else f"{args.output} is not written: no plan fits."

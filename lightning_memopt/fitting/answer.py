@@ -12,14 +12,16 @@ from typing import Any
 from lightning_memopt.batching.fit import FitError, StepFit
 from lightning_memopt.batching.fit import fit as fit_step
 from lightning_memopt.batching.plans import largest
+from lightning_memopt.config import MemOptConfig
 from lightning_memopt.device.kinds import kind_of
-from lightning_memopt.errors import ConfigError, InfeasibleError
+from lightning_memopt.errors import ConfigError
 from lightning_memopt.fitting import plans
 from lightning_memopt.fitting.cards import CONTEXT_NBYTES, Card, cards_of, of_the_host
 from lightning_memopt.fitting.options import Options
 from lightning_memopt.fitting.recording import CHECKPOINTED, Recorded
 from lightning_memopt.fitting.sharding import SHARDED, StepOf, numbers_of
 from lightning_memopt.fitting.sources import Source, source_of
+from lightning_memopt.fitting.techniques import OFFLOAD, Other, Techniques, check, config_of
 from lightning_memopt.fitting.values import GIVEN
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, Machine, Schedule, lower, simulate
@@ -39,6 +41,8 @@ _NEAR = 0.02
 """The share by which a largest size may be too small."""
 _LARGEST = {"batch": 1 << 14, "length": 1 << 22}
 """The largest sizes that are asked about."""
+_VERDICT = 27
+"""Maximum width of a verdict; longer ones take several lines."""
 Most = tuple[int | None, int | None]
 """The largest size of a step that fits unmodified, and by a plan; None if it is not known."""
 
@@ -51,12 +55,17 @@ class OnCard:
     ranks: number of such cards over which the model is sharded.
     usable_nbytes: bytes for the step, beside the context and the workspaces of libraries.
     verdict: "fits": the unmodified step does. "plan": it does by a plan. "no": no plan is small enough.
+    techniques: what the plan uses: "recompute", "offload", "early updates".
+    offloaded_nbytes: bytes that a step by the plan copies to the tier, and back.
+    tier_nbytes: the most bytes that are there at once.
+    early_updates: number of parameters that are updated in backward.
+    others: where no plan fits, what options would bring that were not given.
     peak_nbytes: the peak of the step as it would run: unmodified, or by the plan; else the smallest budget that works.
     slowdown: predicted seconds of that step as a multiple of the unmodified one's.
     largest_batch: the largest number of samples with which the unmodified step fits; None if it is not known.
-    largest_planned_batch: the same by a plan.
+    largest_planned_batch: the same by a plan that only recomputes, or the one of the step if another plan makes it fit.
     longest: the largest number of tokens of a sample with which the unmodified step fits; None if it is not known.
-    longest_planned: the same by a plan.
+    longest_planned: the same by a plan, as for the batch.
     """
 
     card: str
@@ -69,6 +78,11 @@ class OnCard:
     longest: int | None
     longest_planned: int | None
     ranks: int = 1
+    techniques: tuple[str, ...] = ()
+    offloaded_nbytes: int = 0
+    tier_nbytes: int = 0
+    early_updates: int = 0
+    others: tuple[Other, ...] = ()
 
     @property
     def missing_nbytes(self) -> int:
@@ -87,6 +101,7 @@ class Fit:
     unsized: size ("batch", "length") -> why the largest one is not known.
     frontier: the plans of the first of the steps, with the seconds of the first card.
     device: type of the device whose operators the step has.
+    as_usual: why no plan updates parameters in backward although plans may; "" otherwise.
     """
 
     source: str
@@ -96,6 +111,7 @@ class Fit:
     unsized: dict[str, str]
     frontier: Frontier
     device: str = "cuda"
+    as_usual: str = ""
 
     def save_plan(self, path: str) -> str:
         """Write the plan for the card, which a run takes by `plan=path`. Returns what was written, in words. Raises ConfigError
@@ -143,6 +159,7 @@ class Fit:
             "cards": [asdict(card) | {"missing_nbytes": card.missing_nbytes} for card in self.cards],
             "assumed": self.assumed,
             "unsized": self.unsized,
+            "as_usual": self.as_usual,
         }
 
     def table(self) -> str:
@@ -177,6 +194,9 @@ class Fit:
                 *(_size(n) for _, at in sized for n in at(card)),
             )
         lines.append(render(table, 148 if several else 140))
+        lines += [f"{card.card}: {other.text}." for card in self.cards for other in card.others]
+        if self.as_usual:
+            lines.append(f"No parameter is updated in backward: {self.as_usual}")
         lines += [f"{line}." for line in _assumed(self.assumed)]
         for why in filter(None, dict.fromkeys(self.unsized.values())):
             sizes = " and ".join(size for size, other in self.unsized.items() if other == why)
@@ -190,31 +210,43 @@ class Fit:
         return "\n".join(lines)
 
 
-def fit(source: str | Sequence[str], cards: Sequence[str] = (), ranks: Sequence[int] = (1,), **options: Any) -> Fit:
+def fit(
+    source: str | Sequence[str],
+    cards: Sequence[str] = (),
+    ranks: Sequence[int] = (1,),
+    *,
+    offload: str = "none",
+    optimizer_in_backward: str = "never",
+    **options: Any,
+) -> Fit:
     """Whether a training step fits on cards, without a card, memory, or weights.
 
     source: `package.module:function` that returns (model, optimizer, step); the path of a config.json of transformers, or of
         its folder; the id of a model; or the words of a command that runs a training script: ["python", "train.py"].
     cards: names of profiles, files of rates, or bytes ("24GiB"); none: `fitting.cards.CARDS`.
     ranks: numbers of cards, over which the model of a config is sharded by FSDP2. All sizes are of one card.
+    offload, optimizer_in_backward: what plans may do beside recomputing, as of `MemOptConfig`; on one card.
     options: how the model of a config is trained (`fitting.options.Options`).
 
     Raises ConfigError if there is no such source or card, or if its step cannot be planned.
     """
-    given = Options(**options)
+    given, config = Options(**options), config_of(offload, optimizer_in_backward)
     asked = cards_of(cards) if given.cuda else of_the_host(cards_of(cards))
+    check(config, given.device, asked, ranks)
     device = asked[0].name, max(card.device.nbytes for card in asked)
     sources = [(n, source_of(source, given, device, n)) for n in numbers_of(ranks)]
     answers = []
     for n, at in sources:
         with contextlib.closing(at):
-            answers.append(answered(at, asked, n))
+            answers.append(answered(at, asked, n, config))
     rows = tuple(card for on in zip(*(answer.cards for answer in answers), strict=True) for card in on)
     return replace(answers[0], cards=rows, steps=tuple(answer.steps[0] for answer in answers))
 
 
-def answered(source: Source, cards: Sequence[Card], ranks: int = 1) -> Fit:
-    """The answer for a source and cards; `ranks` of each, over which the source shards its model."""
+def answered(source: Source, cards: Sequence[Card], ranks: int = 1, config: MemOptConfig | None = None) -> Fit:
+    """The answer for a source and cards; `ranks` of each, over which the source shards its model. `config`: what plans may use;
+    None: recomputation.
+    """
     sizes = {"batch": source.batch or 1, "length": source.length or 1}
     recorded = source.record(*sizes.values())
     graph = recorded.graph
@@ -228,6 +260,7 @@ def answered(source: Source, cards: Sequence[Card], ranks: int = 1) -> Fit:
         budgets=tight,
         keep_nbytes=tight[0] if tight else None,
     )
+    ways = Techniques(source, graph, frontier, cards, tight, config or config_of())
     unsized: dict[str, str] = {}
     most: dict[str, list[Most]] = {}
     for size, here in (("batch", source.batch), ("length", source.length)):
@@ -237,17 +270,19 @@ def answered(source: Source, cards: Sequence[Card], ranks: int = 1) -> Fit:
             most[size] = [(None, None)] * len(cards)
         else:
             most[size] = _most(fitted, cards, _LARGEST[size], here or 1)
+    on_cards = tuple(
+        replace(_on(card, graph, ways, plain_nbytes, batch, length), ranks=ranks)
+        for card, batch, length in zip(cards, most["batch"], most["length"], strict=True)
+    )
     return Fit(
         source=source.name,
-        steps=(StepOf(ranks, plain_nbytes, peak.total, frontier.smallest_nbytes, dict(peak.by(1))),),
-        cards=tuple(
-            replace(_on(card, graph, frontier, plain_nbytes, batch, length), ranks=ranks)
-            for card, batch, length in zip(cards, most["batch"], most["length"], strict=True)
-        ),
+        steps=(StepOf(ranks, plain_nbytes, peak.total, ways.smallest_nbytes, dict(peak.by(1))),),
+        cards=tuple(_at_least(on, source) for on in on_cards),
         assumed=_counted(recorded),
         unsized=unsized,
         frontier=frontier,
         device=source.device,
+        as_usual=ways.as_usual,
     )
 
 
@@ -274,19 +309,37 @@ def _at_sizes(here: int, graph_at: Callable[[int], Graph], graph: Graph) -> Step
 
 
 @collector_paused()
-def _on(card: Card, graph: Graph, frontier: Frontier, plain_nbytes: int, batch: Most, length: Most) -> OnCard:
+def _on(card: Card, graph: Graph, ways: Techniques, plain_nbytes: int, batch: Most, length: Most) -> OnCard:
     usable = card.usable_nbytes
-    if plain_nbytes <= usable:
+    if plain_nbytes <= usable and not ways.always:
         return OnCard(card.name, usable, "fits", plain_nbytes, 1.0, *batch, *length)
-    try:
-        plan, verdict = frontier.plan(usable), "plan"
-        peak_nbytes = plan.predicted.needed_nbytes
-    except InfeasibleError:
-        plan, verdict = frontier.smallest_plan(), "no"
-        peak_nbytes = plan.budget_nbytes
-    timed = card.timed(graph)
-    slowdown = 1 + simulate(timed, plan.lives).predicted.seconds / timed.step_seconds
-    return OnCard(card.name, usable, verdict, peak_nbytes, slowdown, *batch, *length)
+    found = ways.best(card)
+    return OnCard(
+        card.name,
+        usable,
+        "plan" if found.fits else "no",
+        found.nbytes,
+        1 + found.seconds / card.timed(graph).step_seconds,
+        *batch,
+        *length,
+        techniques=found.techniques,
+        offloaded_nbytes=found.offloaded_nbytes,
+        tier_nbytes=found.plan.predicted.tier_nbytes,
+        early_updates=len(found.plan.updates),
+        others=() if found.fits else ways.others(card, found),
+    )
+
+
+def _at_least(on: OnCard, source: Source) -> OnCard:
+    """The answer with the sizes of the step itself where a plan makes it fit that does more than recompute."""
+    if on.verdict != "plan":
+        return on
+    batch, longest = on.largest_planned_batch, on.longest_planned
+    return replace(
+        on,
+        largest_planned_batch=None if batch is None else max(batch, source.batch or 0),
+        longest_planned=None if longest is None else max(longest, source.length or 0),
+    )
 
 
 def _needs(graph: Graph, lives: tuple[Life, ...], schedule: Schedule | None = None) -> int:
@@ -336,7 +389,13 @@ def _counted(recorded: Recorded) -> dict[str, int]:
 def _verdict(card: OnCard) -> str:
     if card.verdict == "no":
         return f"no: {format_nbytes(card.missing_nbytes)} missing"
-    return {"fits": "fits as it is", "plan": "fits by a plan"}[card.verdict]
+    if card.verdict == "fits":
+        return "fits as it is"
+    parts = [f"offload {format_nbytes(card.offloaded_nbytes)}" if name == OFFLOAD else name for name in card.techniques]
+    lines = ["fits by a plan:"]
+    for part in (*(f"{part}," for part in parts[:-1]), *parts[-1:]):
+        lines[-1:] = [f"{lines[-1]} {part}"] if len(lines[-1]) + len(part) < _VERDICT else [lines[-1], part]
+    return "\n".join(lines)
 
 
 def _time(card: OnCard) -> str:

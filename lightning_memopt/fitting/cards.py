@@ -30,11 +30,13 @@ class Card:
     name: what it is called in answers.
     device: its bytes and its rates.
     context_nbytes: what a process takes of it beside torch's allocator.
+    rates: of its links to the host and to a disk; None if they are not known.
     """
 
     name: str
     device: Device
     context_nbytes: int = CONTEXT_NBYTES
+    rates: MachineRates | None = None
 
     @property
     def usable_nbytes(self) -> int:
@@ -76,12 +78,12 @@ def _card(name: str) -> Card:
             raise ConfigError(
                 f"the rates {name!r} are of links alone: there is no card in them. Give bytes, or one of {', '.join(CARDS)}"
             )
-        return Card(rates.name, rates.device)
+        return Card(rates.name, rates.device, rates=rates)
     try:
         nbytes = parse_budget(name, _LARGEST)
     except BudgetError:
         known = ", ".join(profiles())
         raise ConfigError(f"{name!r} is no card: give bytes (24GiB), a file of rates, or one of {known}") from None
-    device = profile(_ASSUMED).device
-    assert device is not None
-    return Card(name, replace(device, nbytes=nbytes))
+    assumed = profile(_ASSUMED)
+    assert assumed.device is not None
+    return Card(name, replace(assumed.device, nbytes=nbytes), rates=assumed)

@@ -9,6 +9,7 @@ from lightning_memopt.fitting.answer import Fit, answered
 from lightning_memopt.fitting.cards import Card, cards_of, of_the_host
 from lightning_memopt.fitting.recording import Observed, observing, recorded
 from lightning_memopt.fitting.sources import Source
+from lightning_memopt.fitting.techniques import check, config_of
 from lightning_memopt.fitting.unfilled import SMALL, Unfilled
 from lightning_memopt.integrations.asking import Observe, Within
 from lightning_memopt.units import format_nbytes
@@ -17,8 +18,12 @@ _HOST_NBYTES = 1 << 62
 """On a card, none of the bytes that the process holds beside the step: they are the host's."""
 
 
-def of_loop(name: str, observe: Observe, within: Within, device: str, nbytes: int | None) -> Fit:
-    """The answer for steps on a device of this type. `nbytes`: of the budget; None: as many as the smallest plan needs."""
+def of_loop(name: str, observe: Observe, within: Within, device: str, nbytes: int | None, offload: str = "none") -> Fit:
+    """The answer for steps on a device of this type. `nbytes`: of the budget; None: as many as the smallest plan needs.
+    `offload`: the option of the run.
+    """
+    config, card = config_of(offload), _card(nbytes)
+    check(config, device, [card])
     host = kind_of(device).is_host
 
     def watch(mode: Unfilled) -> Observed:
@@ -28,7 +33,7 @@ def of_loop(name: str, observe: Observe, within: Within, device: str, nbytes: in
 
     found = recorded(watch, cuda=not host)
     source = Source(name, lambda *_: found, unsized="the loop alone knows it", device=device)
-    return answered(source, [_card(nbytes)])
+    return answered(source, [card], config=config)
 
 
 def _card(nbytes: int | None) -> Card:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from lightning_memopt import jsonio
 from lightning_memopt.errors import ConfigError, InfeasibleError
+from lightning_memopt.fitting.techniques import RECOMPUTE
 from lightning_memopt.plan import write_plan
 from lightning_memopt.solvers.frontier import Frontier
 from lightning_memopt.units import format_nbytes
@@ -24,6 +25,8 @@ class OnCard(Protocol):
     def usable_nbytes(self) -> int: ...
     @property
     def verdict(self) -> str: ...
+    @property
+    def techniques(self) -> tuple[str, ...]: ...
 
 
 def check(cards: Sequence[str], path: str, ranks: Sequence[int] = (1,)) -> None:
@@ -47,6 +50,12 @@ def save(found: Frontier, cards: Sequence[OnCard], path: str) -> str:
             f"{format_nbytes(found.smallest_nbytes)} or more for tensors.",
             smallest_nbytes=found.smallest_nbytes,
             budget_nbytes=on.usable_nbytes,
+        )
+    beyond = [name for name in on.techniques if name != RECOMPUTE]
+    if beyond:
+        raise ConfigError(
+            f"the plan for {on.card} uses {' and '.join(beyond)}, and only plans that recompute are written before a step has "
+            "run. Give the run these options and the budget, or ask without them."
         )
     graph = replace(found.graph, computed=False)
     plan = found.plan(on.usable_nbytes)

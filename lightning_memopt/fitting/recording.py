@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from unittest import mock
 
 import torch
 from torch.optim import Optimizer
 
 from lightning_memopt.batching.trials import NEVER_PLANNED
-from lightning_memopt.config import MemOptConfig
+from lightning_memopt.config import EarlyUpdating, MemOptConfig
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.fitting.autocast import cuda_autocast
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 CHECKPOINTED = "gradient checkpointing"
 """What is taken off, since a plan replaces it."""
+_AS_USUAL = "MemOpt: parameters are updated after backward, as usual: "
+"""How a line of a run begins that says why no parameter is updated in backward (`session/early_updates.py`)."""
 _PROCESS_NBYTES = 4096
 """Maximum number of bytes outside of the step that are taken to be the process's own: constants that libraries made once."""
 
@@ -42,11 +46,13 @@ class Recorded:
     graph: the step.
     assumed: op that returns a number to Python -> how often the number was assumed.
     ran: op without a kernel for the `meta` device -> how often it ran for real.
+    as_usual: why no parameter was updated in backward; "" if nobody asked for that, or if some were.
     """
 
     graph: Graph
     assumed: Counter[str]
     ran: Counter[str]
+    as_usual: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,40 +62,76 @@ class Observed:
     graph: the last step; None if it could not be recorded.
     said: why there is none.
     host_nbytes: bytes of this process during that step that would not be on the card.
+    as_usual: see `Recorded`.
     """
 
     graph: Graph | None
     said: str
     host_nbytes: int
+    as_usual: str = ""
 
 
 Observe = Callable[[Unfilled], Observed]
 """Runs steps, and observes them."""
 
 
-def observing() -> MemOptConfig:
-    """The options of a run that observes steps, and plans none."""
-    return MemOptConfig(budget="min", profile_steps=NEVER_PLANNED, verify=False, verbose=False)
+def observing(early: bool = False) -> MemOptConfig:
+    """The options of a run that observes steps, and plans none. `early`: parameters are updated in backward."""
+    in_backward: EarlyUpdating = "auto" if early else "never"
+    return MemOptConfig(
+        budget="min", profile_steps=NEVER_PLANNED, verify=False, verbose=False, optimizer_in_backward=in_backward
+    )
 
 
-def observed_by(run: Run, host_nbytes: int) -> Observed:
-    """What a run of `observing` has observed."""
+def observed_by(run: Run, host_nbytes: int, lines: Sequence[str] = ()) -> Observed:
+    """What a run of `observing` has observed. `lines`: what it said."""
     status = run.status()  # a step of another size, as the last batch of an epoch is, begins the observation anew
     graph = status.graph if status.plan is not None else run.session.observed_graph
-    return Observed(graph, f"{status.reason} {status.remedy}".strip(), host_nbytes)
+    reasons = [line.removeprefix(_AS_USUAL) for line in lines if line.startswith(_AS_USUAL)]
+    return Observed(graph, f"{status.reason} {status.remedy}".strip(), host_nbytes, "".join(reasons[-1:]))
 
 
-def record(build: Callable[[], Training], cuda: bool = False, ranks: int = 1, values: Values | None = None) -> Recorded:
+@contextlib.contextmanager
+def marked(run: Run) -> Iterator[None]:
+    """Within, each backward is the last one before an update, as a loop says it by `run.last_backward`. In other threads, and
+    while a forward begins, this package measures something.
+    """
+    backward, thread = torch.autograd.backward, threading.get_ident()
+    inside = False
+
+    def last(*args: Any, **kwargs: Any) -> None:
+        nonlocal inside
+        if inside or run.session.rounds.inside or threading.get_ident() != thread:
+            return backward(*args, **kwargs)
+        inside = True
+        try:
+            with run.last_backward():
+                backward(*args, **kwargs)
+        finally:
+            inside = False
+
+    with mock.patch.object(torch.autograd, "backward", last):
+        yield
+
+
+def record(
+    build: Callable[[], Training],
+    cuda: bool = False,
+    ranks: int = 1,
+    values: Values | None = None,
+    early: bool = False,
+) -> Recorded:
     """Record a step of the training that `build` makes. No bytes of it are computed, those of its weights included.
 
     cuda: the step has the operators that torch would choose on a CUDA device.
     ranks: number of processes, of which this one is the first; `build` shards the model over them.
     values: gives values that steer the steps.
+    early: parameters are updated in backward, as far as the step allows it.
 
     Raises ConfigError if the steps have no forward in training, backward and update.
     """
     with contextlib.closing(AtSizes(build, lambda training: training, cuda, ranks, values)) as sizes:
-        return sizes.record()
+        return sizes.record(early=early)
 
 
 Made = TypeVar("Made")
@@ -110,11 +152,11 @@ class AtSizes(Generic[Made]):
         self._made: Made | None = None
         self._before_nbytes = 0
 
-    def record(self, *sizes: int) -> Recorded:
+    def record(self, *sizes: int, early: bool = False) -> Recorded:
         """Record a step at these sizes. Raises ConfigError as the function does."""
         if self._ranks > 1 and self._made is None:
             self._group.enter_context(one_rank_of(self._ranks))
-        made = recorded(lambda mode: self._observed(mode, sizes), self._cuda, mode=self._mode)
+        made = recorded(lambda mode: self._observed(mode, sizes, early), self._cuda, mode=self._mode)
         return made if self._ranks == 1 else replace(made, graph=of_a_card(made.graph))
 
     def close(self) -> None:
@@ -123,21 +165,23 @@ class AtSizes(Generic[Made]):
         self._mode.close()
         self._group.close()
 
-    def _observed(self, mode: Unfilled, sizes: tuple[int, ...]) -> Observed:
+    def _observed(self, mode: Unfilled, sizes: tuple[int, ...], early: bool) -> Observed:
         """A step like those that follow."""
-        from lightning_memopt.integrations.plain import optimize
+        from lightning_memopt.integrations.plain import open_run
 
-        steps = 1
+        steps = STEPS if early else 1
         if self._made is None:
             self._before_nbytes, steps = mode.host_nbytes, STEPS
             self._made = self._make()
         training = self._at(self._made, *sizes)
         if self._cuda:
             update_together([training.optimizer] if isinstance(training.optimizer, Optimizer) else training.optimizer)
-        with optimize(training.model, training.optimizer, config=observing()) as run:
-            for _ in range(steps):
-                training.step()
-            return observed_by(run, self._before_nbytes)
+        lines: list[str] = []
+        with contextlib.closing(open_run(training.model, training.optimizer, observing(early), lines.append)) as run:
+            with run.naming(), marked(run) if early else contextlib.nullcontext():
+                for _ in range(steps):
+                    training.step()
+                return observed_by(run, self._before_nbytes, lines)
 
 
 def recorded(observe: Observe, cuda: bool = False, values: Values | None = None, mode: Unfilled | None = None) -> Recorded:
@@ -156,7 +200,7 @@ def recorded(observe: Observe, cuda: bool = False, values: Values | None = None,
             f"{observed.said}"
         )
     graph = _without(observed.graph, observed.host_nbytes)
-    return Recorded(_on_cuda(graph) if cuda else graph, Counter(mode.assumed), Counter(mode.ran))
+    return Recorded(_on_cuda(graph) if cuda else graph, Counter(mode.assumed), Counter(mode.ran), observed.as_usual)
 
 
 @contextlib.contextmanager

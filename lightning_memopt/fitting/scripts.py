@@ -24,7 +24,7 @@ from lightning_memopt.device.pretending import cuda_is_here
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.fitting.card_types import card_types
 from lightning_memopt.fitting.operators import update_together
-from lightning_memopt.fitting.recording import Observed, observed_by, observing
+from lightning_memopt.fitting.recording import Observed, marked, observed_by, observing
 from lightning_memopt.integrations.asking import STEPS
 from lightning_memopt.integrations.entries import trains
 
@@ -70,18 +70,19 @@ def script_of(command: Sequence[str]) -> tuple[str, list[str], bool]:
     return words[0], words[1:], module
 
 
-def observed(command: Sequence[str], name: str = "", nbytes: int = 0, *, mode: Unfilled) -> Observed:
+def observed(command: Sequence[str], name: str = "", nbytes: int = 0, *, mode: Unfilled, early: bool = False) -> Observed:
     """The last of a few steps of a script.
 
     name, nbytes: of the CUDA device that it finds; without a name, it trains on the CPU.
     mode: is on.
+    early: parameters are updated in backward, as far as the script allows it.
 
     Raises ConfigError if the script ends, or raises, before that.
     """
     from lightning_memopt.integrations.launch import run
 
     script, arguments, module = script_of(command)
-    loop, ended = _Loop(mode, cuda=bool(name)), "ended"
+    loop, ended = _Loop(mode, bool(name), early), "ended"
     doing = f"{script}, run without its values,"
     remedy = "Run it by itself. If it trains, values that were not computed steer it: give package.module:function"
     eager = torch.compiler.set_stance("force_eager")  # it imports Dynamo, which keeps the `Module.__call__` that it finds
@@ -158,9 +159,10 @@ class _Loop:
     has_forwards: whether a module that trains was called.
     """
 
-    def __init__(self, mode: Unfilled, cuda: bool) -> None:
+    def __init__(self, mode: Unfilled, cuda: bool, early: bool) -> None:
         self._steps, self._mode = STEPS, mode  # the number of steps that are still to be recorded
         self._cuda, self._before_nbytes = cuda, mode.host_nbytes
+        self._early, self._marked, self._lines = early, contextlib.ExitStack(), list[str]()
         self._saw_begin = True
         self._made = weakref.WeakSet[Optimizer]()
         self._optimizers: list[Optimizer] = []
@@ -224,8 +226,10 @@ class _Loop:
         """
         if self._run is not None:
             # on the CPU, all that the script made is on the device
-            self.observed = observed_by(self._run, self._mode.host_nbytes if self._cuda else self._before_nbytes)
+            host_nbytes = self._mode.host_nbytes if self._cuda else self._before_nbytes
+            self.observed = observed_by(self._run, host_nbytes, self._lines)
             self._run.close()
+        self._marked.close()
         self._run, self._thread = None, 0
         self._called.clear()
         self._optimizers.clear()
@@ -272,7 +276,9 @@ class _Loop:
         from lightning_memopt.integrations.plain import open_run
 
         self._saw_begin = not self._updating  # not if this forward is in the closure of an update
-        self._run = open_run(self._model(), self._optimizers, observing())
+        self._run = open_run(self._model(), self._optimizers, observing(self._early), self._lines.append)
+        if self._early:
+            self._marked.enter_context(marked(self._run))
 
     def _model(self) -> nn.Module:
         """The module that was called, or a list of them. Raises ConfigError if none of them has what is trained."""

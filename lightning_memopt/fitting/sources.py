@@ -36,6 +36,7 @@ class Source:
     length: tokens of a sample; None: the same.
     unsized: why sizes are None.
     device: type of the device whose operators the step has.
+    early: records the same step with parameters updated in backward, as far as it allows it; None: nobody can ask for that.
     close: lets go of the model, if it was kept to be recorded at other sizes.
     """
 
@@ -45,6 +46,7 @@ class Source:
     length: int | None = None
     unsized: str = ""
     device: str = "cuda"
+    early: Callable[[int, int], Recorded] | None = None
     close: Callable[[], None] = lambda: None
 
 
@@ -74,7 +76,11 @@ def of_training(
 ) -> Source:
     """A training that a function makes for any number of samples."""
     cuda, unsized = not kind_of(device).is_host, "the function alone knows it"
-    return Source(name, lambda n, _: record(partial(build, n), cuda, values=values), batch, unsized=unsized, device=device)
+
+    def recording(n: int, _: int, early: bool = False) -> Recorded:
+        return record(partial(build, n), cuda, values=values, early=early)
+
+    return Source(name, recording, batch, unsized=unsized, device=device, early=partial(recording, early=True))
 
 
 def _of_script(command: list[str], options: Options, device: tuple[str, int]) -> Source:
@@ -83,14 +89,15 @@ def _of_script(command: list[str], options: Options, device: tuple[str, int]) ->
     _refuse(options, taken, "The script")
     values = values_of(options.values)
 
-    def recording(batch: int, length: int) -> Recorded:
+    def recording(batch: int, length: int, early: bool = False) -> Recorded:
         words = [word.replace("{batch}", str(batch)).replace("{length}", str(length)) for word in command]
-        finds = device if options.cuda else ()
-        return recorded(lambda mode: scripts.observed(words, *finds, mode=mode), options.cuda, values)
+        on = device if options.cuda else ()
+        return recorded(lambda mode: scripts.observed(words, *on, mode=mode, early=early), options.cuda, values)
 
     hint = "write {batch} and {length} in the command where the script takes them"
     sizes = {size: getattr(options, size) for size in taken}
-    return Source(" ".join(command), recording, **sizes, unsized=hint, device=options.device)
+    early = partial(recording, early=True)
+    return Source(" ".join(command), recording, **sizes, unsized=hint, device=options.device, early=early)
 
 
 def _of_function(spec: str, options: Options) -> Source:
@@ -164,8 +171,15 @@ def _of_config(spec: str, options: Options, ranks: int) -> Source:
         return Training(model, optimizer, step)
 
     sizes = AtSizes(make, training, options.cuda, ranks, values_of(options.values))
-    length = None if task == "image-classification" else options.length
-    return Source(spec, sizes.record, options.batch, length, device=options.device, close=sizes.close)
+    return Source(
+        spec,
+        sizes.record,
+        options.batch,
+        None if task == "image-classification" else options.length,
+        device=options.device,
+        early=partial(sizes.record, early=True) if ranks == 1 else None,
+        close=sizes.close,
+    )
 
 
 def _task_of(config: Any, spec: str) -> str:

@@ -209,8 +209,13 @@ class Frontier:
         """The fewest early updates with which these lives fit the budget, and their price; None if no number that was tried
         fits.
         """
+        if candidate.budget_nbytes > budget_nbytes:  # even if all updates are early
+            return None
+        whole = with_reserved(candidate, self.reserve)  # takes long
+        if whole.budget_nbytes > budget_nbytes:
+            return None
         lives, line = candidate.lives, simulate(self.graph, candidate.lives)
-        limit = budget_nbytes - (with_reserved(candidate, self.reserve).budget_nbytes - line.predicted.peak_nbytes)
+        limit = budget_nbytes - (whole.budget_nbytes - line.predicted.peak_nbytes)
         for _ in range(_TRIES):
             updates = fewest(self.graph, line.nbytes, limit)
             step = updated(self.graph, updates)

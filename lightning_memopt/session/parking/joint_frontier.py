@@ -73,13 +73,16 @@ class JointFrontier(Frontier):
     least: tuple[Life, ...] = field(kw_only=True)
 
     @classmethod
-    def of(cls, frontier: Frontier, offloading: Offloadable) -> JointFrontier:
+    def of(
+        cls, frontier: Frontier, offloading: Offloadable, overhead: Callable[[tuple[Life, ...]], float] | None = None
+    ) -> JointFrontier:
+        """`overhead`: the seconds of the engine's own work; None: those that it takes on this machine."""
         graph = frontier.graph
         fields: dict[str, Any] = {name: getattr(frontier, name) for name in Frontier.__dataclass_fields__}
         plans = (c.lives for c in frontier.candidates)
         _, least = joint.least(graph, plans, offloading.forms(graph), lambda lives: peak_nbytes(graph, lives))
-        overhead = costs.overhead(graph, offloading.device).of
-        found = cls(**fields, offloading=offloading, overhead=overhead, least=least)
+        own = overhead or costs.overhead(graph, offloading.device).of
+        found = cls(**fields, offloading=offloading, overhead=own, least=least)
         predicted = found._predicted(least, simulate(graph, least).predicted)  # one plan's: reserved bytes take long
         return replace(found, smallest_nbytes=min(frontier.smallest_nbytes, predicted.needed_nbytes + UNSEEN_NBYTES))
 

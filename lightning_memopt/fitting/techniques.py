@@ -1,0 +1,376 @@
+"""Plans that do more than recompute: that park saved tensors in a tier, at the rates of a card's links, and that update
+parameters in backward. They are made as a session makes them (`session/parking`, `plan/updates.py`).
+
+A plan uses only what the user allows, as a run does. For a card that no such plan fits, the other techniques are tried, and the
+answer says what they would bring.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from lightning_memopt.config import MemOptConfig
+from lightning_memopt.device.kinds import kind_of
+from lightning_memopt.errors import ConfigError, InfeasibleError, MemOptError
+from lightning_memopt.fitting.cards import Card
+from lightning_memopt.fitting.recording import Recorded
+from lightning_memopt.fitting.sources import Source
+from lightning_memopt.graph import EarlyUpdate, Graph
+from lightning_memopt.plan import Machine, Plan, simulate
+from lightning_memopt.plan.rates import MachineRates
+from lightning_memopt.session.parking.joint_frontier import JointFrontier
+from lightning_memopt.session.parking.offloading import Offloading
+from lightning_memopt.solvers import planner
+from lightning_memopt.solvers.frontier import Candidate, Frontier
+from lightning_memopt.units import ceil_div, format_nbytes
+
+RECOMPUTE, OFFLOAD, EARLY = "recompute", "offload", "early updates"
+_SEARCH_SECONDS, _LIMIT_SECONDS = 10.0, 60.0
+"""Time limits of the search for faster plans, and of all searches, with what the user allows."""
+_OTHER_SECONDS, _LEAST_SECONDS = 3.0, 1.0
+"""Time limits of a search with what the user did not allow, and of one for a plan that does not fit: of these the answer says
+only about how long a step takes."""
+_STARTS = 8
+"""Maximum number of plans that recompute from which such a search starts."""
+
+
+def config_of(
+    offload: str = "none", optimizer_in_backward: str = "never", solver_seconds: float = _SEARCH_SECONDS
+) -> MemOptConfig:
+    """What a plan may use, by the options of a run. Raises ConfigError for values that no run takes."""
+    return MemOptConfig(
+        offload=offload,
+        optimizer_in_backward=optimizer_in_backward,  # type: ignore[arg-type]
+        solver_seconds=solver_seconds,
+    )
+
+
+def check(config: MemOptConfig, device: str, cards: Sequence[Card], ranks: Sequence[int] = (1,)) -> None:
+    """Before anything is recorded: raise ConfigError where these techniques cannot be asked about, for such a device, a card
+    without a link to the tier, or several cards.
+    """
+    tier = Offloading(torch.device(device), config).tier
+    for card in cards if tier else ():
+        if card.rates is None or tier not in card.rates.links:
+            raise ConfigError(f"the rates of {card.name} have no link to the tier {tier!r}: measure it by memopt profile")
+    if any(n > 1 for n in ranks):
+        if tier:
+            raise ConfigError(
+                f"offload={config.offload!r}: a model that FSDP2 shards parks nothing. Leave ranks or offload out"
+            )
+        if config.optimizer_in_backward != "never":
+            raise ConfigError("early updates are asked about on one card only. Leave ranks or optimizer_in_backward out")
+
+
+class _OfCard(Offloading):
+    """What a session on a card may park. No device is there on which links could be measured: their rates are the card's."""
+
+    def __init__(self, device: str, config: MemOptConfig, rates: MachineRates) -> None:
+        super().__init__(torch.device(device), config)
+        self._of_card = rates
+
+    @cached_property
+    def rates(self) -> MachineRates:
+        return self._of_card
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best plan that was found for a card.
+
+    plan: the plan, or the smallest one if none fits.
+    fits: whether it fits.
+    seconds: what it takes on this card beyond the unmodified step.
+    """
+
+    plan: Plan
+    fits: bool
+    seconds: float
+
+    @property
+    def nbytes(self) -> int:
+        """What the plan needs, as a budget counts it."""
+        return self.plan.predicted.needed_nbytes if self.fits else self.plan.budget_nbytes
+
+    @property
+    def techniques(self) -> tuple[str, ...]:
+        plan = self.plan
+        used = {RECOMPUTE: plan.predicted.rebuilt_ops, OFFLOAD: plan.parks, EARLY: plan.updates}
+        return tuple(name for name, uses in used.items() if uses)
+
+    @property
+    def offloaded_nbytes(self) -> int:
+        """Bytes that a step copies to the tier, and back."""
+        return self.plan.predicted.moved_nbytes // 2
+
+
+@dataclass(frozen=True)
+class Other:
+    """What more techniques would bring on a card that no plan fits.
+
+    offload, optimizer_in_backward: the options of a run that allow them.
+    missing_nbytes: bytes by which the smallest plan would be too large; 0 if one would fit.
+    slowdown: predicted seconds of a step by the plan that fits, as a multiple of the unmodified one's; None if none does.
+    """
+
+    offload: str
+    optimizer_in_backward: str
+    missing_nbytes: int
+    slowdown: float | None
+
+    @property
+    def text(self) -> str:
+        given = {"offload": (self.offload, "none"), "optimizer_in_backward": (self.optimizer_in_backward, "never")}
+        options = " and ".join(f"{name}={value!r}" for name, (value, default) in given.items() if value != default)
+        if self.slowdown is None:
+            return f"with {options}, {format_nbytes(self.missing_nbytes)} would be missing"
+        return f"the step fits with {options}, x{self.slowdown:.2f}"
+
+
+class Techniques:
+    """The plans for cards, of a step that was recorded.
+
+    config: what plans may use.
+    smallest_nbytes: what the smallest of the plans that were made with that needs.
+    as_usual: why no plan updates parameters in backward although the user allows it; "" if some may.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        graph: Graph,
+        frontier: Frontier,
+        cards: Sequence[Card],
+        budgets: Sequence[int],
+        config: MemOptConfig,
+    ) -> None:
+        """`frontier`: plans that recompute, with the seconds of the first card. `budgets`: bytes of the cards on which the
+        unmodified step does not fit.
+        """
+        self.config, self.as_usual, self.smallest_nbytes = config, "", frontier.smallest_nbytes
+        self._frontier, self._source, self._graph, self._first = frontier, source, graph, cards[0]
+        self._budgets = budgets or [card.usable_nbytes for card in cards[:1]]
+        self._joined: dict[tuple[int, MemOptConfig], JointFrontier] = {}
+        self._updating: dict[float, Frontier | str] = {}
+
+    @property
+    def always(self) -> bool:
+        """Whether parameters are updated in backward even where the unmodified step fits."""
+        return self.config.optimizer_in_backward == "always"
+
+    def best(self, card: Card) -> Found:
+        """The plan for a card, by what the user allows. Raises ConfigError if it must update parameters in backward, and
+        cannot.
+        """
+        frontiers, self.as_usual = self._allowed(card, self.config)
+        if self.as_usual and self.always:
+            raise ConfigError(
+                f"optimizer_in_backward='always' would be wrong: {self.as_usual} Or set optimizer_in_backward='auto'"
+            )
+        if not self.always:
+            frontiers.append(self._frontier)
+        self.smallest_nbytes = min([self.smallest_nbytes, *(frontier.smallest_nbytes for frontier in frontiers)])
+        return self._best(card, frontiers)
+
+    def others(self, card: Card, found: Found) -> tuple[Other, ...]:
+        """What the other techniques would bring where no plan fits: the first of them, or both, with which one does; if none
+        does, the one with which the fewest bytes are missing. Empty if they bring nothing.
+        """
+        usable = card.usable_nbytes
+        missing, best = found.nbytes - usable, None
+        for config in self._more():
+            if (
+                config.optimizer_in_backward != self.config.optimizer_in_backward
+                and self._least_updating(card, config) > usable
+            ):
+                continue  # recording and solving again would take long, for nothing
+            frontiers, as_usual = self._allowed(card, config)
+            if as_usual or not frontiers:
+                continue
+            needed = min(frontier.smallest_nbytes for frontier in frontiers)
+            options = config.offload, config.optimizer_in_backward
+            if needed <= usable:
+                seconds = self._best(card, frontiers).seconds
+                return (Other(*options, 0, 1 + seconds / card.timed(self._graph).step_seconds),)
+            if needed - usable < missing:
+                missing = needed - usable
+                best = Other(*options, missing, None)
+        return () if best is None else (best,)
+
+    def _more(self) -> Iterator[MemOptConfig]:
+        """What the user did not allow: each technique alone, then both. Nothing for a model that is sharded."""
+        if self._graph.windowed:
+            return
+        allowed = self.config.offload, self.config.optimizer_in_backward
+        tier = kind_of(self._source.device).slow_tier
+        can_update = allowed[1] == "never" and self._source.early is not None
+        for update in dict.fromkeys((allowed[1], "auto" if can_update else allowed[1])):
+            for offload in dict.fromkeys((allowed[0], tier if allowed[0] == "none" else allowed[0])):
+                if (offload, update) != allowed:
+                    yield config_of(offload, update, _OTHER_SECONDS)
+
+    def _least_updating(self, card: Card, config: MemOptConfig) -> int:
+        """About the fewest bytes that plans need if early updates do as much as they can: in the step without gradients."""
+        plans = [c.lives for c in self._frontier.candidates[:: ceil_div(len(self._frontier.candidates), _STARTS)]]
+        if config.offload != "none":
+            frontiers, _ = self._allowed(card, replace(config, optimizer_in_backward="never"))
+            plans = [frontier.least for frontier in frontiers if isinstance(frontier, JointFrontier)]
+        without = _without_gradients(self._graph)
+        return min((planner.of_one(without, ("", lives), Machine()).smallest_nbytes for lives in plans), default=0)
+
+    def _allowed(self, card: Card, config: MemOptConfig) -> tuple[list[Frontier], str]:
+        """The plans that do more than recompute, as far as these options allow it; and why they update no parameters in
+        backward although they may.
+        """
+        base, frontiers, as_usual = self._frontier, list[Frontier](), ""
+        if config.optimizer_in_backward != "never":
+            updating = self._updating.get(_SEARCH_SECONDS) or self._early(config.solver_seconds)
+            if isinstance(updating, str):
+                as_usual = updating
+            else:
+                base = updating
+                frontiers.append(self._on(card, base))
+        tier = _tier(self._source.device, config)
+        if tier and card.rates is not None and tier in card.rates.links:
+            frontiers.append(self._joint(card, base, config, card.rates))
+        return frontiers, as_usual
+
+    def _best(self, card: Card, frontiers: Sequence[Frontier]) -> Found:
+        """The fastest plan that fits, or the smallest one."""
+        found: list[Found] = []
+        for frontier in frontiers:
+            if isinstance(frontier, JointFrontier) and frontier.smallest_nbytes > card.usable_nbytes:
+                continue  # a search would take all of its time
+            with contextlib.suppress(InfeasibleError):
+                found.append(self._found(card, frontier, frontier.plan(card.usable_nbytes), True))
+        if found:
+            return min(found, key=lambda each: each.seconds)
+        small = min(frontiers, key=lambda frontier: frontier.smallest_nbytes)
+        if isinstance(small, JointFrontier) and card.rates is not None:  # how long it takes matters little
+            quick = config_of(self.config.offload, solver_seconds=_LEAST_SECONDS)
+            small = replace(small, offloading=_OfCard(self._source.device, quick, card.rates))
+        return self._found(card, small, small.smallest_plan(), False)
+
+    def _found(self, card: Card, frontier: Frontier, plan: Plan, fits: bool) -> Found:
+        timed = card.timed(frontier.graph)
+        seconds = simulate(timed, plan.lives, rates=card.rates).predicted.seconds
+        return Found(plan, fits, seconds + len(plan.updates) * _update_seconds(card, self._graph, frontier.graph))
+
+    def _on(self, card: Card, frontier: Frontier) -> Frontier:
+        """A frontier with the seconds of a card."""
+        if card == self._first:
+            return frontier
+        timed = card.timed(frontier.graph)
+
+        def priced(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+            kept: list[Candidate] = []
+            for c in candidates:
+                predicted = replace(c.predicted, extra_seconds=simulate(timed, c.lives).predicted.extra_seconds)
+                if not kept or predicted.seconds < kept[-1].predicted.seconds:
+                    kept.append(replace(c, predicted=predicted))
+            return tuple(kept)
+
+        machine = frontier.machine
+        if machine.update_seconds:
+            machine = replace(machine, update_seconds=_update_seconds(card, self._graph, frontier.graph))
+        return replace(
+            frontier,
+            graph=timed,
+            candidates=priced(frontier.candidates),
+            others=priced(frontier.others),
+            machine=machine,
+        )
+
+    def _joint(self, card: Card, base: Frontier, config: MemOptConfig, rates: MachineRates) -> JointFrontier:
+        """The frontier with plans that park, too."""
+        offloading = _OfCard(self._source.device, config, rates)
+        key = id(base), config
+        if key not in self._joined:
+            if config is not self.config:
+                base = replace(base, candidates=base.candidates[:: ceil_div(len(base.candidates), _STARTS)])
+            self._joined[key] = JointFrontier.of(base, offloading, overhead=lambda _: 0.0)
+        found = self._on(card, self._joined[key])
+        assert isinstance(found, JointFrontier)
+        return replace(found, offloading=offloading)
+
+    def _early(self, search_seconds: float) -> Frontier | str:
+        """The frontier of the step in which parameters are updated in backward; or why none can be."""
+        known = self._updating.get(search_seconds)
+        if known is None:
+            known = self._updating[search_seconds] = self._solved_early(search_seconds)
+        return known
+
+    def _solved_early(self, search_seconds: float) -> Frontier | str:
+        recorded = self._recorded_early
+        if isinstance(recorded, str):
+            return recorded
+        graph = _in_blocks(recorded.graph)
+        if not graph.updates:
+            return recorded.as_usual or "No gradient is final before the update."
+        seconds = 0.0 if self.always else _update_seconds(self._first, self._graph, graph)
+        timed, machine = self._first.timed(graph), Machine(update_seconds=seconds)
+        budgets = self._budgets
+        if search_seconds == _OTHER_SECONDS:  # for cards that nothing fits so far
+            budgets = [nbytes for nbytes in budgets if nbytes < self._frontier.smallest_nbytes] or budgets[:1]
+            least = planner.smallest(timed, machine)
+            if least.budget_nbytes > budgets[-1]:
+                return planner.of_one(timed, (least.solver, least.lives), machine)
+        return planner.solve(
+            timed,
+            machine,
+            search_seconds=search_seconds,
+            limit_seconds=_LIMIT_SECONDS,
+            budgets=budgets,
+            keep_nbytes=budgets[0],
+        )
+
+    @cached_property
+    def _recorded_early(self) -> Recorded | str:
+        source = self._source
+        if source.early is None:
+            return "This step can only be asked about as it is."
+        try:
+            return source.early(source.batch or 1, source.length or 1)
+        except MemOptError as error:
+            return str(error)
+
+
+def _tier(device: str, config: MemOptConfig) -> str:
+    """The tier in which a run on this device parks; "" if none."""
+    return Offloading(torch.device(device), config).tier
+
+
+def _update_seconds(card: Card, usual: Graph, early: Graph) -> float:
+    """Seconds that an early update takes longer than its share of a usual one: the kernels that it starts in addition."""
+    if not early.updates:
+        return 0.0
+    more = (_kernels(early) - _kernels(usual)) / len(early.updates)
+    return card.device.launch_seconds * max(1.0, more)
+
+
+def _kernels(graph: Graph) -> int:
+    """Ops of updates that write memory."""
+    return sum(op.phase == "update" and bool(op.outputs or op.mutates) for op in graph.ops)
+
+
+def _in_blocks(graph: Graph) -> Graph:
+    """The graph with the gradients of early updates in blocks of the device's allocator, as its tensors are."""
+    blocks = kind_of(graph.device).allocated_nbytes
+
+    def rounded(update: EarlyUpdate) -> EarlyUpdate:
+        return replace(update, nbytes=blocks(update.nbytes), beside_nbytes=blocks(update.beside_nbytes))
+
+    return replace(graph, updates=tuple(map(rounded, graph.updates)))
+
+
+def _without_gradients(graph: Graph) -> Graph:
+    """The step without gradients, and without what the update takes in addition."""
+    updates = {op.at for op in graph.ops if op.phase == "update"}
+    tensors = (replace(t, nbytes=0) if t.kind == "gradient" or t.born_at in updates else t for t in graph.tensors)
+    ops = (replace(op, workspace_nbytes=0) if op.phase == "update" else op for op in graph.ops)
+    return replace(graph, tensors=tuple(tensors), ops=tuple(ops), asked={})
