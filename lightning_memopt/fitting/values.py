@@ -67,11 +67,12 @@ def asked(values: Values, op: str, size: torch.Size, dtype: torch.dtype, choices
     if not isinstance(given, torch.Tensor) or given.size() != size or not torch.can_cast(given.dtype, dtype):
         what = f"a {given.dtype} tensor of size {tuple(given.size())}" if isinstance(given, torch.Tensor) else repr(given)
         raise ConfigError(
-            f"values({unknown}) returned {what}. Return a number, a tensor of that size and type, or None to have it assumed."
+            f"values({unknown}) returned {what}. Make it return a number, a tensor of that size and type, or None to have it "
+            "assumed."
         )
     if choices is not None and given.numel() and not 0 <= int(given.min()) <= int(given.max()) < choices:
         found = f"{given.min()} to {given.max()}"
-        raise ConfigError(f"values({unknown}) returned indices {found}. Return some of 0 to {choices - 1}.")
+        raise ConfigError(f"values({unknown}) returned indices {found}. Make it return some of 0 to {choices - 1}.")
     return given.detach().to(dtype)
 
 

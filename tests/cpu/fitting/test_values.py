@@ -121,12 +121,12 @@ def test_numbers_and_what_is_read_all_at_once() -> None:
     [
         (
             torch.zeros(TOKENS, 3, dtype=torch.int64),
-            r"returned a torch.int64 tensor of size \(96, 3\). Return a number",
+            r"returned a torch.int64 tensor of size \(96, 3\). Make it return a number",
         ),
         (torch.zeros(TOKENS, 2), "returned a torch.float32 tensor"),
-        (1.5, "returned 1.5. Return a number"),
-        ("first", "returned 'first'. Return a number"),
-        (4, "returned indices 4 to 4. Return some of 0 to 3"),
+        (1.5, "returned 1.5. Make it return a number"),
+        ("first", "returned 'first'. Make it return a number"),
+        (4, "returned indices 4 to 4. Make it return some of 0 to 3"),
     ],
     ids=["size", "type", "number", "word", "index"],
 )
