@@ -169,7 +169,7 @@ class AtSizes(Generic[Made]):
         """A step like those that follow."""
         from lightning_memopt.integrations.plain import open_run
 
-        steps = STEPS if early else 1
+        steps = STEPS if early else 1  # with early updates, a step ends when the next one begins
         if self._made is None:
             self._before_nbytes, steps = mode.host_nbytes, STEPS
             self._made = self._make()
