@@ -64,7 +64,7 @@ class Reads(TorchFunctionMode):
         self._mode = mode
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func in _READS:
+        if getattr(func, "__wrapped__", func) in _READS:  # a recorder wraps them
             self._mode.answers(args[0])
         return func(*args, **(kwargs or {}))
 

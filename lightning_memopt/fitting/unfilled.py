@@ -116,11 +116,12 @@ class Unfilled(TorchDispatchMode):
         if self.is_unfilled(t):
             with no_dispatch_modes():
                 given = self._given(_NUMBER, t.size(), t.dtype)
+                whole = t.data  # it counts no versions: a read would be a write otherwise
                 if given is not None:
-                    t.detach().copy_(given)
+                    whole.copy_(given)
                 else:
                     self.assumed[_NUMBER] += 1
-                    t.detach().fill_(float(t.dtype.is_floating_point))
+                    whole.fill_(float(t.dtype.is_floating_point))
 
     def empties(self, t: torch.Tensor) -> torch.Tensor:
         """Note that the bytes of `t` are not computed."""

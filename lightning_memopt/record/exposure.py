@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +74,7 @@ def _of_tensor(original: Any) -> Any:
     address = original.__name__ == "data_ptr"
 
     @uncompiled
+    @wraps(original)
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if _forward_seams.listeners:
             _tell(self, address)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -353,3 +354,30 @@ def test_the_workspace_of_a_gradient_of_a_bias(dtype: torch.dtype) -> None:
 
     ops = record(training, cuda=True).graph.ops
     assert [op.workspace_nbytes for op in ops if op.name == "aten::sum.dim_IntList"] == [84541480]
+
+
+@pytest.mark.parametrize(
+    "read", [lambda t: t.numpy().tolist(), np.asarray, torch.Tensor.tolist], ids=["numpy", "asarray", "tolist"]
+)
+def test_a_forward_that_is_recorded_reads_known_values(read: Callable[[torch.Tensor], Any]) -> None:
+    """A recorder wraps the methods that give memory away, to know who writes there."""
+    seen = []
+
+    class Reading(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made = super().forward(x)
+            seen.append(np.array(read(made.detach())))
+            return made
+
+    def build() -> Training:
+        model = Reading(64, 1 << 17)  # from fresh pages, which are zero
+        optimizer = torch.optim.SGD(model.parameters())
+
+        def step() -> None:
+            model(torch.ones(4, 64)).sum().backward()
+            optimizer.step()
+
+        return Training(model, optimizer, step)
+
+    record(build)
+    assert seen and all((values == 1).all() for values in seen)
