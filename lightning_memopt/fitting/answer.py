@@ -21,7 +21,15 @@ from lightning_memopt.fitting.options import Options
 from lightning_memopt.fitting.recording import CHECKPOINTED, Recorded
 from lightning_memopt.fitting.sharding import SHARDED, StepOf, numbers_of
 from lightning_memopt.fitting.sources import Source, source_of
-from lightning_memopt.fitting.techniques import OFFLOAD, Other, Techniques, check, config_of
+from lightning_memopt.fitting.techniques import (
+    LIMIT_SECONDS,
+    OFFLOAD,
+    SEARCH_SECONDS,
+    Other,
+    Techniques,
+    check,
+    config_of,
+)
 from lightning_memopt.fitting.values import GIVEN
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, Machine, Schedule, lower, simulate
@@ -33,8 +41,6 @@ from lightning_memopt.solvers.frontier import Frontier
 from lightning_memopt.solvers.rollout import keep_all
 from lightning_memopt.units import format_nbytes
 
-_SEARCH_SECONDS, _LIMIT_SECONDS = 10.0, 60.0
-"""Time limits of the search for faster plans, and of all searches. A plan for the smallest card is looked for to the end."""
 _BEYOND = 8
 """How many times the largest unmodified step the one is for which a plan is made. A plan makes room for about as many."""
 _NEAR = 0.02
@@ -255,8 +261,8 @@ def answered(source: Source, cards: Sequence[Card], ranks: int = 1, config: MemO
     timed = cards[0].timed(graph)
     frontier = planner.solve(
         timed,
-        search_seconds=_SEARCH_SECONDS if tight else 0.0,
-        limit_seconds=_LIMIT_SECONDS,
+        search_seconds=SEARCH_SECONDS if tight else 0.0,
+        limit_seconds=LIMIT_SECONDS,
         budgets=tight,
         keep_nbytes=tight[0] if tight else None,
     )

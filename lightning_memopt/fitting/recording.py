@@ -146,7 +146,10 @@ class AtSizes(Generic[Made]):
     def __init__(
         self, make: Callable[[], Made], at: Callable[..., Training], cuda: bool, ranks: int = 1, values: Values | None = None
     ) -> None:
-        self._make, self._at, self._cuda, self._ranks = make, at, cuda, ranks
+        self._make = make
+        self._at = at
+        self._cuda = cuda
+        self._ranks = ranks
         self._mode = Unfilled(values) if ranks == 1 else UnfilledRank(values)
         self._group = contextlib.ExitStack()
         self._made: Made | None = None

@@ -162,7 +162,9 @@ class _Loop:
     def __init__(self, mode: Unfilled, cuda: bool, early: bool) -> None:
         self._steps, self._mode = STEPS, mode  # the number of steps that are still to be recorded
         self._cuda, self._before_nbytes = cuda, mode.host_nbytes
-        self._early, self._marked, self._lines = early, contextlib.ExitStack(), list[str]()
+        self._early = early
+        self._marked = contextlib.ExitStack()
+        self._lines: list[str] = []
         self._saw_begin = True
         self._made = weakref.WeakSet[Optimizer]()
         self._optimizers: list[Optimizer] = []

@@ -30,8 +30,10 @@ from lightning_memopt.solvers.frontier import Candidate, Frontier
 from lightning_memopt.units import ceil_div, format_nbytes
 
 RECOMPUTE, OFFLOAD, EARLY = "recompute", "offload", "early updates"
-_SEARCH_SECONDS, _LIMIT_SECONDS = 10.0, 60.0
-"""Time limits of the search for faster plans, and of all searches, with what the user allows."""
+SEARCH_SECONDS, LIMIT_SECONDS = 10.0, 60.0
+"""Time limits of the search for faster plans, and of all searches, with what the user allows. A plan for the smallest card is
+looked for to the end.
+"""
 _OTHER_SECONDS, _LEAST_SECONDS = 3.0, 1.0
 """Time limits of a search with what the user did not allow, and of one for a plan that does not fit: of these the answer says
 only about how long a step takes."""
@@ -40,7 +42,7 @@ _STARTS = 8
 
 
 def config_of(
-    offload: str = "none", optimizer_in_backward: str = "never", solver_seconds: float = _SEARCH_SECONDS
+    offload: str = "none", optimizer_in_backward: str = "never", solver_seconds: float = SEARCH_SECONDS
 ) -> MemOptConfig:
     """What a plan may use, by the options of a run. Raises ConfigError for values that no run takes."""
     return MemOptConfig(
@@ -152,8 +154,13 @@ class Techniques:
         """`frontier`: plans that recompute, with the seconds of the first card. `budgets`: bytes of the cards on which the
         unmodified step does not fit.
         """
-        self.config, self.as_usual, self.smallest_nbytes = config, "", frontier.smallest_nbytes
-        self._frontier, self._source, self._graph, self._first = frontier, source, graph, cards[0]
+        self.config = config
+        self.as_usual = ""
+        self.smallest_nbytes = frontier.smallest_nbytes
+        self._frontier = frontier
+        self._source = source
+        self._graph = graph
+        self._first = cards[0]
         self._budgets = budgets or [card.usable_nbytes for card in cards[:1]]
         self._joined: dict[tuple[int, MemOptConfig], JointFrontier] = {}
         self._updating: dict[float, Frontier | str] = {}
@@ -227,9 +234,11 @@ class Techniques:
         """The plans that do more than recompute, as far as these options allow it; and why they update no parameters in
         backward although they may.
         """
-        base, frontiers, as_usual = self._frontier, list[Frontier](), ""
+        base = self._frontier
+        frontiers: list[Frontier] = []
+        as_usual = ""
         if config.optimizer_in_backward != "never":
-            updating = self._updating.get(_SEARCH_SECONDS) or self._early(config.solver_seconds)
+            updating = self._updating.get(SEARCH_SECONDS) or self._early(config.solver_seconds)
             if isinstance(updating, str):
                 as_usual = updating
             else:
@@ -324,7 +333,7 @@ class Techniques:
             timed,
             machine,
             search_seconds=search_seconds,
-            limit_seconds=_LIMIT_SECONDS,
+            limit_seconds=LIMIT_SECONDS,
             budgets=budgets,
             keep_nbytes=budgets[0],
         )

@@ -24,11 +24,9 @@ from lightning_memopt.plan.allocator import Settings, reserved
 from lightning_memopt.plan.rates import kind_of
 from lightning_memopt.solvers.rollout import keep_all
 from tests.emulated.real_size import CARDS, configs, each_alone
-from tests.emulated.reserved import BENCHMARKS, MIB, SLOW, Loss, Made
+from tests.emulated.reserved import BENCHMARKS, MIB, SLOW, WORKSPACE_NBYTES, Loss, Made, steady
 
 CARD_NBYTES = 400 << 30
-WORKSPACE_NBYTES = 64 << 20
-"""Of cuBLAS on a device of capability 9.0, as in the profile of an H100."""
 MASKED = ("llama", "qwen2", "gpt2", "mixtral", "vit", "bert", "t5", "whisper")
 STEPS = 4
 HEADER = (
@@ -91,23 +89,13 @@ def leave_masks_out() -> None:
                 setattr(module, made, lambda *args, **kwargs: None)
 
 
-def steady(step: Callable[[], None]) -> tuple[int, int]:
-    """Bytes that torch's allocator reserves, and gives out, in the fourth step."""
-    for _ in range(STEPS):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        torch.cuda.synchronize()
-    return torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
-
-
 def measure(name: str) -> None:
     """Print the row of one model."""
     leave_masks_out()
     build, update = MODELS[name]
     graph = record(partial(_training, build, update), cuda=True).graph
     predicted = reserved(graph, keep_all(graph), Settings())
-    measured = steady(_on_card(build, update).step)
+    measured = steady(_on_card(build, update).step, STEPS)
     cells = [name, update]
     for ours, theirs in zip((predicted.peak_nbytes, predicted.allocated_nbytes), measured, strict=True):
         ours += WORKSPACE_NBYTES * any(kind_of(op.name) == "matmul" for op in graph.ops)

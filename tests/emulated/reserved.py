@@ -36,6 +36,8 @@ SHARES = 0.0, 0.5
 UPDATES = {"foreach": {}, "fused": {"fused": True}, "for-loop": {"foreach": False}}
 """How AdamW updates: torch's default on CUDA first."""
 STEPS = 9
+WORKSPACE_NBYTES = 64 << 20
+"""Of cuBLAS on a device of capability 9.0, as in the profile of an H100."""
 SLOW = "nmt", "deepspeech2"
 """Recurrent nets of thousands of small ops, whose observed steps take half a minute."""
 
@@ -122,19 +124,28 @@ HEADER = (
 )
 
 
+def steady(step: Callable[[], None], steps: int) -> tuple[int, int]:
+    """Bytes that torch's allocator reserves, and gives out, in the last of so many steps."""
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
+    return torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
+
+
 def run(name: str, made: Made, optimizer: torch.optim.Optimizer, budget: str | int, update: str, steps: int = STEPS) -> Row:
     """A module trained within a budget."""
     module, batch = made
     with warnings.catch_warnings(), optimize(module, optimizer, budget=budget, verbose=False) as session:
         warnings.simplefilter("ignore")
-        for _ in range(steps):
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
+
+        def step() -> None:
             module(batch()).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            torch.cuda.synchronize()
-        measured, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
+
+        measured, allocated = steady(step, steps)
         status = session.status()
     plan, frontier = status.plan, status.frontier
     if plan is None or frontier is None:

@@ -21,9 +21,9 @@ from lightning_memopt.fitting.recording import record
 from lightning_memopt.fitting.sharding import one_rank_of, shard
 from lightning_memopt.plan.peak import at_peak
 from lightning_memopt.solvers.rollout import keep_all
-from tests.emulated.fitted import CARD_NBYTES, WORKSPACE_NBYTES, leave_masks_out, steady
+from tests.emulated.fitted import CARD_NBYTES, STEPS, leave_masks_out
 from tests.emulated.real_size import BLOCKS, configs, each_alone, in_bfloat16
-from tests.emulated.reserved import MIB
+from tests.emulated.reserved import MIB, WORKSPACE_NBYTES, steady
 
 HEADER = "| model | cards | allocated: predicted | measured | error | reserved: measured |\n|---|---|---|---|---|---|"
 
@@ -79,7 +79,7 @@ def measure(name: str) -> None:
     predicted = at_peak(graph, keep_all(graph)).total + WORKSPACE_NBYTES
     torch.empty(1, device="cuda")
     with one_rank_of(case.ranks):
-        reserved, allocated = steady(training(case, "cuda").step)
+        reserved, allocated = steady(training(case, "cuda").step, STEPS)
     numbers = f"{predicted / MIB:.1f} | {allocated / MIB:.1f} | {100 * (predicted / allocated - 1):+.3f} %"
     print(f"| {name} | {case.ranks} | {numbers} | {reserved / MIB:.1f} |", flush=True)
 

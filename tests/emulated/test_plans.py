@@ -15,10 +15,9 @@ from lightning_memopt.fitting.cards import CONTEXT_NBYTES
 from tests.cpu.lib.said import listening
 from tests.cpu.lib.times import Drawn, given
 from tests.emulated import device, reserved
+from tests.emulated.reserved import WORKSPACE_NBYTES, steady
 from tests.emulated.training import CUDA, MODELS, Attention, train
 
-WORKSPACE_NBYTES = 64 << 20
-"""Of cuBLAS on a device of capability 9.0."""
 SPARE_NBYTES = 16 << 20
 """Of the budget: what the allocator has in whole segments."""
 pytestmark = pytest.mark.skipif(not device.is_emulated(), reason="the emulated device: make emulated")
@@ -89,15 +88,15 @@ def test_a_plan_of_memopt_fit_is_in_force_and_kept(family: str, monkeypatch: pyt
         model = transformers.AutoModelForCausalLM.from_config(config).train()
     optimizer = torch.optim.AdamW(model.parameters())
     words = torch.zeros(8, 512, dtype=torch.long, device="cuda")
+
+    def step() -> None:
+        model(input_ids=words, labels=words).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
     with listening() as said, optimize(model, optimizer, budget=budget_nbytes, plan=file) as run:
-        for _ in range(4):
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            model(input_ids=words, labels=words).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        measured, _ = steady(step, 4)
         assert run.status().phase == "planned"
     assert "is the plan of this step; nothing is solved" in said.taken()
-    measured = torch.cuda.max_memory_reserved()
     assert measured <= budget_nbytes
     assert measured == pytest.approx(on.peak_nbytes + WORKSPACE_NBYTES, rel=0.01)

@@ -33,6 +33,7 @@ from lightning_memopt.solvers import planner
 from tests.cpu.lib.harness import assert_same_tree, same_bits
 from tests.cpu.lib.loops import counted_nbytes, leaves_nothing
 from tests.cpu.lib.said import Said
+from tests.cpu.lib.training_script import training_script
 
 STEPS = 5
 Build = Callable[..., Training]
@@ -358,27 +359,7 @@ def test_a_script_of_every_front(front: str, tmp_path: Path) -> None:
     assert status.measured_peak_nbytes is not None and status.measured_peak_nbytes <= budget
 
 
-MODULE = """
-import torch
-from torch import nn
-
-def build():
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Sigmoid()) for _ in range(6)))
-    optimizer = torch.optim.Adam(model.parameters())
-    x = torch.randn(512, 64)
-
-    def step():
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, optimizer, step
-
-if __name__ == "__main__":
-    _, _, step = build()
-    for _ in range(8):
-        step()
-"""
+MODULE = training_script("nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Sigmoid()) for _ in range(6)))", 512)
 
 
 @pytest.fixture

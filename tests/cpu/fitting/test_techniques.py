@@ -33,6 +33,7 @@ from lightning_memopt.trace.in_place import held_by_autograd_alone
 from lightning_memopt.units import format_nbytes
 from tests.cpu.lib.harness import same_bits
 from tests.cpu.lib.loops import counted_nbytes, leaves_nothing
+from tests.cpu.lib.training_script import training_script
 
 STEPS = 5
 Build = Callable[[], Training]
@@ -264,27 +265,7 @@ def test_what_is_refused_before_anything_is_recorded() -> None:
         check(config_of("host"), "cuda", [replace(card, rates=None)])
 
 
-SCRIPT = """
-import torch
-from torch import nn
-
-def build():
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    optimizer = torch.optim.Adam(model.parameters())
-    x = torch.randn(32, 64)
-
-    def step():
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, optimizer, step
-
-if __name__ == "__main__":
-    _, _, step = build()
-    for _ in range(8):
-        step()
-"""
+SCRIPT = training_script("nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))", 32)
 
 
 def test_the_command_and_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
