@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_memopt.graph import BEFORE, Graph, Levels, Op, Tensor
+from lightning_memopt.plan.logits import logits
 from lightning_memopt.plan.lower import Free, Rebuild, Schedule, lower
 from lightning_memopt.plan.model import Life
 from lightning_memopt.plan.simulate import encoded, simulate, states
 
 STRUCTURES = (
     "feature maps",
+    "logits",
     "held to rebuild",
     "rebuilt",
     "fetched",
@@ -31,7 +33,8 @@ STRUCTURES = (
     "inputs",
     "outside the step",
 )
-"""The purposes of bytes. `feature maps`: held because autograd saves them. `held to rebuild`: autograd does not save them, but
+"""The purposes of bytes. `feature maps`: held because autograd saves them. `logits`: what `plan.logits` finds, whether autograd
+saves it, a plan holds or rebuilds it, or it passes by. `held to rebuild`: autograd does not save them, but
 rebuilds start from them. `rebuilt`: made again by ops. `fetched`: parked before, and in memory again. `encoded`: in the form
 of a codec. `in use`: user code, or the step itself, holds them at that moment.
 `gradients`: those of parameters; all other tensors that backward makes are `in use`. `outside the step`: memory that was there
@@ -44,6 +47,7 @@ _KINDS = {
     "input": "inputs",
     "gradient": "gradients",
 }
+_WHOEVER_HOLDS_IT = ("feature maps", "held to rebuild", "rebuilt", "fetched", "in use")
 LayerOf = Callable[[str], str]
 
 
@@ -101,7 +105,17 @@ class Part(NamedTuple):
     born: bool = False
 
 
-def parts(graph: Graph, lives: Sequence[Life], schedule: Schedule) -> Iterator[Part]:
+def _named(found: Iterable[Part], scores: frozenset[int]) -> list[Part]:
+    """The parts, those of logits by this name."""
+    return [
+        part._replace(structure="logits")
+        if isinstance(part.of, Tensor) and part.of.id in scores and part.structure in _WHOEVER_HOLDS_IT
+        else part
+        for part in found
+    ]
+
+
+def _parts(graph: Graph, lives: Sequence[Life], schedule: Schedule) -> Iterator[Part]:
     """Everything in memory in a planned step, except what segments make and free again."""
     gradients = _gradients(graph)
     for t in graph.tensors:
@@ -151,12 +165,12 @@ def parts_at(graph: Graph, lives: Iterable[Life], point: int) -> list[Part]:
     """What is in memory at the worst moment of a point of a plan; the bytes add up to those that `simulate` predicts."""
     lives = tuple(lives)
     schedule = lower(graph, lives)
-    there = [part for part in parts(graph, lives, schedule) if part.first <= point <= part.last]
+    there = [part for part in _parts(graph, lives, schedule) if part.first <= point <= part.last]
     in_segment = _in_segment(graph, schedule, point)
     born = sum(part.nbytes for part in there if part.born and part.first == point)
     if sum(part.nbytes for part in in_segment) > born:
         there = [part for part in there if not (part.born and part.first == point)] + in_segment
-    return there
+    return _named(there, logits(graph))
 
 
 def at_peak(graph: Graph, lives: Iterable[Life], layer: LayerOf = layer_of) -> Breakdown:
@@ -174,18 +188,19 @@ def stacks(graph: Graph, lives: Iterable[Life]) -> dict[str, list[int]]:
     `simulate`.
     """
     lives = tuple(lives)
-    schedule, n = lower(graph, lives), len(graph.points)
+    schedule, scores, n = lower(graph, lives), logits(graph), len(graph.points)
     levels = {structure: Levels(n) for structure in STRUCTURES}
-    born: Counter[int] = Counter()
-    for part in parts(graph, lives, schedule):
+    born: dict[int, list[Part]] = {}
+    for part in _named(_parts(graph, lives, schedule), scores):
         levels[part.structure].add(part.first, part.last, part.nbytes)
         if part.born:
-            born[part.first] += part.nbytes
+            born.setdefault(part.first, []).append(part)
     nbytes = {structure: level.levels() for structure, level in levels.items()}
     for point in schedule.segments:
-        in_segment = _in_segment(graph, schedule, point)
-        if sum(part.nbytes for part in in_segment) > born[point]:
-            nbytes["rebuilt"][point] -= born[point]
+        in_segment, at_rest = _named(_in_segment(graph, schedule, point), scores), born.get(point, [])
+        if sum(part.nbytes for part in in_segment) > sum(part.nbytes for part in at_rest):
+            for part in at_rest:
+                nbytes[part.structure][point] -= part.nbytes
             for part in in_segment:
                 nbytes[part.structure][point] += part.nbytes
     return nbytes

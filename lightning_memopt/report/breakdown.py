@@ -29,6 +29,7 @@ COLOURS = {
     "inputs": "#8c8cd9",
     "gradients": "#e15759",
     "feature maps": "#f28e2b",
+    "logits": "#ffbe7d",
     "held to rebuild": "#d4b02a",
     "fetched": "#b07aa1",
     "encoded": "#d37295",

@@ -21,7 +21,7 @@ from lightning_memopt.solvers import joint, planner
 from lightning_memopt.solvers.ordering import Savings, savings
 from lightning_memopt.units import format_nbytes
 
-_SCALING = ("feature maps", "held to rebuild", "rebuilt", "generator states", "in use", "workspace", "inputs")
+_SCALING = ("feature maps", "logits", "held to rebuild", "rebuilt", "generator states", "in use", "workspace", "inputs")
 """Structures whose bytes grow with the batch."""
 _LESS, _MORE = 9, 11
 """Other budgets that are tried, in tenths of the budget."""

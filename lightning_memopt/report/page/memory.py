@@ -28,6 +28,7 @@ MEANINGS = {
     "inputs": "the batch",
     "gradients": "of the parameters",
     "feature maps": "saved tensors: autograd holds them until backward",
+    "logits": "scores of all classes that a loss reads, what is made from them one by one, and their gradients",
     "held to rebuild": "not saved by autograd, but held because rebuilds start from them",
     "fetched": "saved tensors that were parked and are in memory again",
     "encoded": "saved tensors in the form of a codec",

@@ -37,13 +37,14 @@ def remedies(graph: Graph, breakdown: Breakdown, config: MemOptConfig) -> list[s
     saved = sum(nbytes[s] for s in _SAVED)
     kinds = [kind for kind in ("_foreach_", "_fused_") if any(o.phase == "update" and kind in o.name for o in graph.ops)]
     tier = "disk" if kind_of(graph.device).is_host else "auto"
-    batch = saved + nbytes["inputs"] + sum(nbytes[s] for s in _PASSING) - updates
+    batch = saved + nbytes["logits"] + nbytes["inputs"] + sum(nbytes[s] for s in _PASSING) - updates
     offers = [
         (kinds == ["_foreach_"], updates, "foreach=False in the optimizer"),
         (not kinds, updates, "fused=True in the optimizer"),
         (config.optimizer_in_backward == "never", nbytes["gradients"], "optimizer_in_backward='auto'"),
         (not config.recompute, saved, "recompute=True"),
         (config.offload == "none", saved, f"offload={tier!r}"),
+        (True, nbytes["logits"], "a loss that takes the logits in chunks"),
         (True, batch, "a smaller batch"),
     ]
     applying = [(lowered_nbytes, text) for applies, lowered_nbytes, text in offers if applies and lowered_nbytes > 0]

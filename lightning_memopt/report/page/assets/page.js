@@ -6,7 +6,7 @@
   const PURPOSES = {
     "outside the step": "#cdbfa8",
     "weights": "#4e79a7", "optimizer state": "#76b7b2", "inputs": "#8c8cd9", "gradients": "#e15759", "feature maps": "#f28e2b",
-    "held to rebuild": "#d4b02a", "fetched": "#b07aa1", "encoded": "#d37295", "rebuilt": "#59a14f",
+    "logits": "#ffbe7d", "held to rebuild": "#d4b02a", "fetched": "#b07aa1", "encoded": "#d37295", "rebuilt": "#59a14f",
     "generator states": "#9d7660", "in use": "#a0a7ae", "workspace": "#6b7178",
   };
   const WORK = {

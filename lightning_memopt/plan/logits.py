@@ -1,0 +1,53 @@
+"""Which tensors of a step are logits: the scores of all classes that a loss reads, what is made from them one by one, and
+their gradients.
+
+With a large vocabulary they are the peak of a language model's step: tokens x classes values, as they are, in float32, as
+log-probabilities, and as gradients.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from lightning_memopt.graph import BEFORE, Graph
+
+_LOSSES = (
+    "aten::_log_softmax",
+    "aten::binary_cross_entropy_with_logits",
+    "aten::multi_margin_loss",
+    "aten::multilabel_margin_loss_forward",
+)
+"""Ops of losses whose first input has a score for each class. Attention takes a softmax, not its logarithm."""
+_SHARE = 2
+"""What is made of logits one by one has at least one `_SHARE`-th of their values: those of the last token are left out, for
+example."""
+
+
+def logits(graph: Graph) -> frozenset[int]:
+    """Ids of the tensors that are logits: from the product of matrices that makes them to the one that reads their gradient."""
+    found: set[int] = set()
+    above = [op.inputs[0] for op in graph.forward if op.inputs and op.name.startswith(_LOSSES)]
+    while above:
+        t = above.pop()
+        if t in found or graph.tensors[t].born_at == BEFORE:
+            continue
+        found.add(t)
+        op = graph.producers.get(t)
+        if op is not None and not op.heavy:
+            above += [i for i in op.inputs if _alike(graph, i, t)]
+    for op in graph.ops:
+        read = [t for t in op.inputs if t in found]
+        if read and not op.heavy and op.phase != "update":
+            widest = max(read, key=lambda t: _values(graph, t))
+            found.update(t for t in op.outputs if _alike(graph, t, widest))
+    return frozenset(found)
+
+
+def _values(graph: Graph, tensor: int) -> int:
+    return prod(graph.tensors[tensor].size)
+
+
+def _alike(graph: Graph, a: int, b: int) -> bool:
+    """Whether two tensors have nearly as many values."""
+    fewer, more = sorted((_values(graph, a), _values(graph, b)))
+    return _SHARE * fewer >= more > 1
