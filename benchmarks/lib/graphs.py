@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import fields, replace
 
 from lightning_memopt import optimize
@@ -25,19 +25,42 @@ def computed(build: Build) -> Graph:
     return graph
 
 
-def alone(graph: Graph) -> Graph:
-    """The graph without what else is in this process, and without the workspaces of kernels that do not run."""
-    tensors = tuple(replace(t, nbytes=0) if t.name == OUTSIDE else t for t in graph.tensors)
-    return replace(graph, tensors=tensors, ops=tuple(replace(op, workspace_nbytes=0) for op in graph.ops))
+def alone(graph: Graph, without: Collection[str] = (OUTSIDE,)) -> Graph:
+    """The graph without the workspaces of kernels that do not run, and without the tensors of some names: what else is in this
+    process.
+    """
+    rest = [t for t in graph.tensors if t.name not in without]
+    new = {t.id: i for i, t in enumerate(rest)}
+
+    def numbered(tensors: Iterable[int]) -> tuple[int, ...]:
+        return tuple(new[t] for t in tensors if t in new)
+
+    return replace(
+        graph,
+        tensors=tuple(replace(t, id=new[t.id], storage=new[t.storage]) for t in rest),
+        ops=tuple(
+            replace(
+                op,
+                workspace_nbytes=0,
+                inputs=numbered(op.inputs),
+                outputs=numbered(op.outputs),
+                mutates=tuple((new[old], new[made]) for old, made in op.mutates),
+                unrebuilt=numbered(op.unrebuilt),
+            )
+            for op in graph.ops
+        ),
+        saves=tuple(replace(save, tensor=new[save.tensor]) for save in graph.saves),
+        updates=tuple(replace(update, parameter=new[update.parameter]) for update in graph.updates),
+    )
 
 
 FIELDS = ("id", "name", "phase", "inputs", "outputs", "mutates", "recomputable", "flops", "scope")
 """What must be equal of an op: all but its measured seconds."""
 
 
-def different(recorded: Graph, real: Graph) -> str:
-    """The first difference of two graphs; "" if there is none."""
-    ours, theirs = alone(recorded), alone(real)
+def different(recorded: Graph, real: Graph, without: Collection[str] = (OUTSIDE,)) -> str:
+    """The first difference of two graphs, without tensors of some names; "" if there is none."""
+    ours, theirs = alone(recorded, without), alone(real, without)
     for a, b in zip(ours.ops, theirs.ops, strict=False):
         for field in FIELDS:
             if getattr(a, field) != getattr(b, field):

@@ -63,6 +63,12 @@ def repeats_bits(name: str, device_type: str) -> bool:
     return (name in _ATOMIC and raises_where_it_varies()) or (name in _TUNED and not cudnn_tunes())
 
 
+def varies(op_name: str, device_type: str) -> bool:
+    """Whether an op (`aten::name.overload`) may give other bits each time on this type of device, with the present settings."""
+    name = op_name.partition("::")[2].partition(".")[0]
+    return name in DEPENDENT and not repeats_bits(name, device_type)
+
+
 def raises_where_it_varies() -> bool:
     """Whether ops without a deterministic kernel raise. If torch only warns, they run, and add up in any order."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()

@@ -32,6 +32,9 @@ from lightning_memopt.torch_private import (
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _DROPOUTS = (torch.dropout, torch.nn.functional.dropout)
+_CELLS = {torch.lstm_cell: "_thnn_fused_lstm_cell", torch.gru_cell: "_thnn_fused_gru_cell"}
+"""Function -> CUDA's operator for all that follows the two products of a recurrent cell."""
+_BATCH_NORMS = (torch.batch_norm, torch.nn.functional.batch_norm)
 
 _HALF = (torch.bfloat16, torch.float16)
 _OF_DEVICES = (torch.device, parse_to)
@@ -49,6 +52,8 @@ _TORCH, _GROUPED = TorchVersion(torch.__version__), "2.14"
 """From this version on, memory-efficient attention takes grouped heads."""
 _LARGEST_HEAD = 256
 """The largest head that flash attention has kernels for."""
+_MOST_IMAGES, _MOST_IMAGES_IN_EVALUATION, _MOST_VALUES = 880_801, 65_535, 1 << 31
+"""Maximum number of images, and of values, that torch gives to cuDNN's batch normalization."""
 _ONE_BY_ONE = ("Adafactor", "Muon", "LBFGS", "SparseAdam")
 """Optimizers that update one parameter after the other on CUDA, too, unless they are asked for more."""
 
@@ -108,6 +113,10 @@ class CudaOperators(Reads):
         if func in _DROPOUTS:
             dropped = _masked_dropout(*args, **kwargs)
             return func(*args, **kwargs) if dropped is None else dropped
+        if func in _CELLS:
+            return _cell(_CELLS[func], *args, **kwargs)
+        if func in _BATCH_NORMS:
+            return (_batch_norm if func is torch.batch_norm else _functional_batch_norm)(*args, **kwargs)
         if func is torch.nn.functional.multi_head_attention_forward:  # this mode is off in what it calls
             with mock.patch.multiple(torch.nn.functional, scaled_dot_product_attention=_attention, dropout=_dropout):
                 return func(*args, **kwargs)
@@ -217,6 +226,74 @@ def _masked_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, 
     return torch.native_dropout(input, p, True)[0] if drops else None
 
 
+def _cell(
+    name: str,
+    input: torch.Tensor,
+    hx: Any,
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_ih: torch.Tensor | None = None,
+    b_hh: torch.Tensor | None = None,
+) -> Any:
+    """A cell of a recurrent net. `hx`: its state; with an LSTM's, the cell's, too (ATen's RNN.cpp)."""
+    given = (input, *(hx if isinstance(hx, (tuple, list)) else (hx,)), w_ih, w_hh, b_ih, b_hh)
+    if torch.is_autocast_enabled("cpu"):
+        given = tuple(t if t is None else t.to(torch.get_autocast_dtype("cpu")) for t in given)
+    input, hidden, *state, w_ih, w_hh, b_ih, b_hh = given
+    products = torch.matmul(input, w_ih.t()), torch.matmul(hidden, w_hh.t())
+    made = getattr(torch.ops.aten, name)(*products, *(state or [hidden]), b_ih, b_hh)
+    return made[:2] if state else made[0]
+
+
+def _batch_norm(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> torch.Tensor:
+    """Batch normalization by cuDNN where torch chooses it (`_select_batch_norm_backend` of ATen's Normalization.cpp): for
+    images and the like, in single precision, or in float16 with weights in single precision.
+    """
+    given = (input, weight, bias, running_mean, running_var, training, momentum, eps)
+    if (
+        not cudnn_enabled
+        or input.dim() < 3
+        or weight is None
+        or bias is None
+        or (running_mean is None) != (running_var is None)
+        or (running_mean is None and not training)
+        or input.dtype not in (torch.float32, torch.float16)
+        or weight.dtype != torch.float32
+        or input.size(0) > (_MOST_IMAGES if training else _MOST_IMAGES_IN_EVALUATION)
+        or input.numel() >= _MOST_VALUES
+    ):
+        return torch.batch_norm(*given, cudnn_enabled)
+    made: torch.Tensor = torch.ops.aten.cudnn_batch_norm(*given)[0]
+    return made
+
+
+def _functional_batch_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """`torch.nn.functional.batch_norm`, as on CUDA."""
+    if training and input.numel() == input.size(1):  # torch's own error
+        return _BATCH_NORMS[1](input, running_mean, running_var, weight, bias, training, momentum, eps)
+    enabled = torch.backends.cudnn.enabled
+    return _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, enabled)
+
+
 @contextlib.contextmanager
 def without_checkpointing(calls: Callable[[], None]) -> Iterator[None]:
     """Within, what is checkpointed runs plainly; `calls` is called for each. A plan replaces checkpointing, and function modes
@@ -254,3 +331,9 @@ def update_together(optimizers: Iterable[torch.optim.Optimizer]) -> None:
         for group in optimizer.param_groups:
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = True
+
+
+def count_on_host(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
+    """Whether the numbers of their steps are on the host, as they are unless the update is fused, or made for CUDA graphs."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return not any(group.get("fused") or group.get("capturable") for group in groups)

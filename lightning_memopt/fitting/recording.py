@@ -16,14 +16,15 @@ from torch.optim import Optimizer
 
 from lightning_memopt.batching.trials import NEVER_PLANNED
 from lightning_memopt.config import EarlyUpdating, MemOptConfig
+from lightning_memopt.device.determinism import varies
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.fitting.autocast import cuda_autocast
-from lightning_memopt.fitting.operators import CudaOperators, Reads, update_together, without_checkpointing
+from lightning_memopt.fitting.operators import CudaOperators, Reads, count_on_host, update_together, without_checkpointing
 from lightning_memopt.fitting.sharding import UnfilledRank, of_a_card, one_rank_of
 from lightning_memopt.fitting.unfilled import Unfilled
 from lightning_memopt.fitting.values import Values
-from lightning_memopt.fitting.workspaces import workspace_nbytes
+from lightning_memopt.fitting.workspaces import on_host, workspace_nbytes
 from lightning_memopt.graph import OUTSIDE, Graph, Op, Tensor
 from lightning_memopt.integrations.asking import STEPS
 
@@ -35,6 +36,8 @@ CHECKPOINTED = "gradient checkpointing"
 """What is taken off, since a plan replaces it."""
 _AS_USUAL = "MemOpt: parameters are updated after backward, as usual: "
 """How a line of a run begins that says why no parameter is updated in backward (`session/early_updates.py`)."""
+_COUNTER_NBYTES = 4
+"""Bytes of the number of steps that an optimizer of torch keeps for each parameter."""
 _PROCESS_NBYTES = 4096
 """Maximum number of bytes outside of the step that are taken to be the process's own: constants that libraries made once."""
 
@@ -83,12 +86,23 @@ def observing(early: bool = False) -> MemOptConfig:
     )
 
 
-def observed_by(run: Run, host_nbytes: int, lines: Sequence[str] = ()) -> Observed:
-    """What a run of `observing` has observed. `lines`: what it said."""
+def observed_by(run: Run, host_nbytes: int, lines: Sequence[str] = (), cuda: bool = False) -> Observed:
+    """What a run of `observing` has observed. `lines`: what it said. `cuda`: as on a CUDA device."""
     status = run.status()  # a step of another size, as the last batch of an epoch is, begins the observation anew
     graph = status.graph if status.plan is not None else run.session.observed_graph
+    if cuda and graph is not None and count_on_host(run.session.optimizers):
+        graph = _counted_on_host(graph)
     reasons = [line.removeprefix(_AS_USUAL) for line in lines if line.startswith(_AS_USUAL)]
     return Observed(graph, f"{status.reason} {status.remedy}".strip(), host_nbytes, "".join(reasons[-1:]))
+
+
+def _counted_on_host(graph: Graph) -> Graph:
+    """The graph, in which the host has the number of an optimizer's steps, and the number that is added to it."""
+    added = {t for op in graph.ops if op.phase == "update" and op.name == "aten::lift_fresh" for t in op.inputs}
+    on_host = [t.nbytes == _COUNTER_NBYTES and (t.kind == "optimizer_state" or t.id in added) for t in graph.tensors]
+    return replace(
+        graph, tensors=tuple(replace(t, nbytes=0) if is_ else t for t, is_ in zip(graph.tensors, on_host, strict=True))
+    )
 
 
 @contextlib.contextmanager
@@ -184,7 +198,7 @@ class AtSizes(Generic[Made]):
             with run.naming(), marked(run) if early else contextlib.nullcontext():
                 for _ in range(steps):
                     training.step()
-                return observed_by(run, self._before_nbytes, lines)
+                return observed_by(run, self._before_nbytes, lines, self._cuda)
 
 
 def recorded(observe: Observe, cuda: bool = False, values: Values | None = None, mode: Unfilled | None = None) -> Recorded:
@@ -239,10 +253,20 @@ def _without(graph: Graph, host_nbytes: int) -> Graph:
 
 
 def _on_cuda(graph: Graph) -> Graph:
-    """The graph as one of a CUDA device, whose allocator gives whole blocks, and reserves more than it gives."""
+    """The graph as one of a CUDA device, whose allocator gives whole blocks, and reserves more than it gives, and on which some
+    ops do not give the same bits twice.
+    """
     blocks = kind_of("cuda").allocated_nbytes
-    tensors = tuple(replace(t, nbytes=blocks(t.nbytes)) for t in graph.tensors)
-    ops = tuple(replace(op, workspace_nbytes=workspace_nbytes(graph, op)) for op in graph.ops)
+    host = on_host(graph)
+    tensors = tuple(replace(t, nbytes=0 if t.id in host else blocks(t.nbytes)) for t in graph.tensors)
+    ops = tuple(
+        replace(
+            op,
+            workspace_nbytes=workspace_nbytes(graph, op),
+            recomputable=op.recomputable and not varies(op.name, "cuda"),
+        )
+        for op in graph.ops
+    )
     graph = replace(graph, tensors=tensors, ops=ops, device="cuda")
     updates = (op for op in graph.ops if op.phase == "update" and op.workspace_nbytes)
     return replace(graph, asked={op.id: _requests(graph, op) for op in updates})

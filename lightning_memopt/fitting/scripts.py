@@ -229,7 +229,7 @@ class _Loop:
         if self._run is not None:
             # on the CPU, all that the script made is on the device
             host_nbytes = self._mode.host_nbytes if self._cuda else self._before_nbytes
-            self.observed = observed_by(self._run, host_nbytes, self._lines)
+            self.observed = observed_by(self._run, host_nbytes, self._lines, self._cuda)
             self._run.close()
         self._marked.close()
         self._run, self._thread = None, 0

@@ -226,7 +226,8 @@ class Unfilled(TorchDispatchMode):
         given = tree_map(_as_meta, (args, kwargs))
         if any(a.name == "device" for a in func._schema.arguments):
             given[1]["device"] = _META
-        made = _with_strides(func._schema.name, args, func(*given[0], **given[1]))
+        kernel: Callable[..., Any] = _WITHOUT_META.get(func._schema.name, func)
+        made = _with_strides(func._schema.name, args, kernel(*given[0], **given[1]))
         if isinstance(made, torch.Tensor) and made.layout is not torch.strided:
             raise NotImplementedError("how many values a sparse tensor has is known when it is made")
         self._asked[key] = made
@@ -304,6 +305,30 @@ def _as_meta(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=_META)
+
+
+def _lstm_cell(input_gates: torch.Tensor, hidden_gates: torch.Tensor, cx: torch.Tensor, *biases: torch.Tensor | None) -> Any:
+    states = (torch.empty_like(cx, memory_format=torch.contiguous_format) for _ in range(2))
+    return *states, torch.empty_like(input_gates, memory_format=torch.contiguous_format)
+
+
+def _gru_cell(input_gates: torch.Tensor, hidden_gates: torch.Tensor, hx: torch.Tensor, *biases: torch.Tensor | None) -> Any:
+    return torch.empty_like(hx, memory_format=torch.contiguous_format), hx.new_empty(hx.size(0), 5 * hx.size(1))
+
+
+def _gru_cell_backward(grad_hy: torch.Tensor, workspace: torch.Tensor, has_bias: bool) -> Any:
+    rows, width = grad_hy.size()
+    gates = [workspace.new_empty(rows, 3 * width) for _ in range(2)]
+    biases = [workspace.new_empty(3 * width) if has_bias else None for _ in range(2)]
+    return *gates, torch.empty_like(grad_hy, memory_format=torch.contiguous_format), *biases
+
+
+_WITHOUT_META: dict[str, Callable[..., Any]] = {
+    "aten::_thnn_fused_lstm_cell": _lstm_cell,
+    "aten::_thnn_fused_gru_cell": _gru_cell,
+    "aten::_thnn_fused_gru_cell_backward": _gru_cell_backward,
+}
+"""Operator that torch has no kernel for `meta` for, or one that raises without biases -> what it makes of tensors on `meta`."""
 
 
 def _with_strides(name: str, args: tuple[Any, ...], made: Any) -> Any:

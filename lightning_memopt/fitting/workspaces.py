@@ -1,4 +1,5 @@
-"""What CUDA's kernels allocate beyond their results, by operator: formulas, since kernels do not run in a recorded step.
+"""What CUDA's kernels allocate beyond their results, by operator, and which results are the host's: formulas, since kernels do
+not run in a recorded step.
 
 An operator that is not here has no workspace in an answer. Those of cuBLAS are by card (`plan.rates.Device`).
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
-from lightning_memopt.graph import Graph, Op
+from lightning_memopt.graph import UNRECORDED, Graph, Op
 from lightning_memopt.units import ceil_div
 
 _HALF = ("bfloat16", "float16")
@@ -77,6 +78,22 @@ _OF: dict[str, Callable[[Graph, Op], int]] = {
     "aten::_scaled_dot_product_efficient_attention_backward": _attention_backward,
     "aten::sum.dim_IntList": _sum,
 }
+_ON_HOST = {"aten::_scaled_dot_product_efficient_attention": 2}
+"""Op -> number of its results on the device. The others, the seed and the offset of its random numbers, are on the host."""
+_NUMBER_NBYTES = 8
+_WRITES_A_NUMBER = {"aten::lift_fresh", "aten::fill_.Tensor"}
+"""The ops that read the number of `x[0] = 2`."""
+
+
+def on_host(graph: Graph) -> set[int]:
+    """Ids of the tensors that are on the host: some results of ops, and numbers of user code (`x * 2`, `x[0] = 2`)."""
+    read_by: dict[int, set[str]] = {}
+    for op in graph.ops:
+        for t in op.inputs:
+            read_by.setdefault(t, set()).add(op.name)
+    numbers = {t.id for t in graph.tensors if t.nbytes <= _NUMBER_NBYTES}
+    made = {t for op in graph.forward if op.name in _ON_HOST for t in op.outputs[_ON_HOST[op.name] :]}
+    return made | {t for t in numbers if graph.tensors[t].name == UNRECORDED or read_by.get(t) == _WRITES_A_NUMBER}
 
 
 def workspace_nbytes(graph: Graph, op: Op) -> int:

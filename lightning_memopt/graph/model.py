@@ -22,6 +22,8 @@ BEFORE = -1
 
 OUTSIDE = "held outside of the step"
 """The name of a tensor that stands for bytes that existed before the step and do not belong to any tensor of it."""
+UNRECORDED = "made by what is not recorded"
+"""The name of a tensor that stands for bytes that no recorded op made, such as the number 2 of `x * 2` on the CPU."""
 HOOK = "fsdp::"
 """Prefix of the names of ops that stand for a hook of a sharded module, with its collectives."""
 COMPILED = "compiled::code"

@@ -19,7 +19,7 @@ import torch
 from lightning_memopt.clocks import perf_counter
 from lightning_memopt.device.backends import backend_of
 from lightning_memopt.device.places import is_on, on_host
-from lightning_memopt.graph import BEFORE, OUTSIDE, Graph, Point
+from lightning_memopt.graph import BEFORE, OUTSIDE, UNRECORDED, Graph, Point
 from lightning_memopt.graph.model import Kind, Phase
 from lightning_memopt.native import Counter
 from lightning_memopt.native.engine import hiding, maker
@@ -37,7 +37,7 @@ from lightning_memopt.trace.user_held import ALONE, UserHeld
 
 _UNSEEN = -1
 """Id of the memory that Python does not know. Versions have ids from 0."""
-_UNRECORDED, _LINGERS = "made by what is not recorded", "held by what is not recorded"
+_LINGERS = "held by what is not recorded"
 _new_point: Callable[[type[Point], tuple[str, int, int]], Point] = tuple.__new__  # takes a third of the time, for each op
 _id_of = attrgetter("id")
 _CPU_GENERATOR_NBYTES, _CUDA_GENERATOR_NBYTES = 5056, 16
@@ -483,7 +483,7 @@ class Tracer:
         """Tensors for the bytes that unrecorded code allocated or held during the step."""
         first = max(self.tensors, default=0) + 1
         unseen = self.ledger.unseen() if self.ledger is not None else ()
-        seen = [(OUTSIDE if u.born_at == BEFORE else _UNRECORDED, u) for u in unseen]
+        seen = [(OUTSIDE if u.born_at == BEFORE else UNRECORDED, u) for u in unseen]
         seen += ((_LINGERS, u) for u in self._lingering.seen())
         rest, make = ("", (), (), None), self._tensor
         return {

@@ -60,7 +60,7 @@ MODELS: dict[str, tuple[Callable[[], Made], str]] = {
 }
 
 
-def _training(build: Callable[[], Made], update: str) -> Training:
+def training(build: Callable[[], Made], update: str) -> Training:
     module, batch = build()
     parameters = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, fused=True if update == "fused" else None)
@@ -73,11 +73,11 @@ def _training(build: Callable[[], Made], update: str) -> Training:
     return Training(module, optimizer, step)
 
 
-def _on_card(build: Callable[[], Made], update: str) -> Training:
+def on_card(build: Callable[[], Made], update: str) -> Training:
     with torch.device("cuda"):
-        training = _training(build, update)
-    training.model.cuda()
-    return training
+        made = training(build, update)
+    made.model.cuda()
+    return made
 
 
 def leave_masks_out() -> None:
@@ -93,9 +93,9 @@ def measure(name: str) -> None:
     """Print the row of one model."""
     leave_masks_out()
     build, update = MODELS[name]
-    graph = record(partial(_training, build, update), cuda=True).graph
+    graph = record(partial(training, build, update), cuda=True).graph
     predicted = reserved(graph, keep_all(graph), Settings())
-    measured = steady(_on_card(build, update).step, STEPS)
+    measured = steady(on_card(build, update).step, STEPS)
     cells = [name, update]
     for ours, theirs in zip((predicted.peak_nbytes, predicted.allocated_nbytes), measured, strict=True):
         ours += WORKSPACE_NBYTES * any(kind_of(op.name) == "matmul" for op in graph.ops)

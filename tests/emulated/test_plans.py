@@ -14,7 +14,7 @@ from lightning_memopt import fit, optimize
 from lightning_memopt.fitting.cards import CONTEXT_NBYTES
 from tests.cpu.lib.said import listening
 from tests.cpu.lib.times import Drawn, given
-from tests.emulated import device, reserved
+from tests.emulated import device, recorded, reserved
 from tests.emulated.reserved import WORKSPACE_NBYTES, steady
 from tests.emulated.training import CUDA, MODELS, Attention, train
 
@@ -42,6 +42,14 @@ def test_reserved_bytes_within_3_percent(model: str, update: str) -> None:
     """More models, budgets and settings, and torch's default update: `python -m tests.emulated.reserved`."""
     for _, row in reserved.rows(model, update, (0.0, 0.5)):
         assert row.holds, row
+
+
+@pytest.mark.skipif(device.is_bits(), reason="attention is not fused in bits mode")
+@pytest.mark.parametrize("model", ["gpt2", "resnet50", "nmt"])
+def test_the_step_that_fit_records_is_the_one_that_runs(model: str) -> None:
+    """Op by op. All models: `python -m tests.emulated.recorded`."""
+    _, predicted, ran, said = recorded.compare(model)
+    assert said == "" and predicted == ran
 
 
 @pytest.mark.skipif(device.is_bits(), reason="attention is not fused in bits mode")
