@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from unittest import mock
 
@@ -22,9 +21,10 @@ from lightning_memopt.errors import ConfigError
 from lightning_memopt.fitting.autocast import cuda_autocast
 from lightning_memopt.fitting.operators import CudaOperators, Reads, count_on_host, update_together, without_checkpointing
 from lightning_memopt.fitting.sharding import UnfilledRank, of_a_card, one_rank_of
+from lightning_memopt.fitting.side_streams import with_pools
 from lightning_memopt.fitting.unfilled import Unfilled
 from lightning_memopt.fitting.values import Values
-from lightning_memopt.fitting.workspaces import on_host, workspace_nbytes
+from lightning_memopt.fitting.workspaces import divided, on_host, workspace_nbytes
 from lightning_memopt.graph import OUTSIDE, Graph, Op, Tensor
 from lightning_memopt.integrations.asking import STEPS
 
@@ -174,7 +174,10 @@ class AtSizes(Generic[Made]):
         if self._ranks > 1 and self._made is None:
             self._group.enter_context(one_rank_of(self._ranks))
         made = recorded(lambda mode: self._observed(mode, sizes, early), self._cuda, mode=self._mode)
-        return made if self._ranks == 1 else replace(made, graph=of_a_card(made.graph))
+        if self._ranks == 1:
+            return made
+        graph = of_a_card(made.graph)
+        return replace(made, graph=with_pools(graph) if self._cuda else graph)
 
     def close(self) -> None:
         """Let go of what was made."""
@@ -276,14 +279,5 @@ def _requests(graph: Graph, op: Op) -> tuple[int, ...]:
     """The requests of an update's workspace: optimizers that update all parameters together make a temporary of the size of
     each of them.
     """
-    sizes = [t.nbytes for t in graph.tensors if t.kind == "gradient" and t.nbytes]
-    asked: list[int] = []
-    left = op.workspace_nbytes
-    for size in cycle(sizes):
-        if size > left:
-            break
-        asked.append(size)
-        left -= size
-    if left:
-        asked.append(left)
+    asked = divided(op.workspace_nbytes, [t.nbytes for t in graph.tensors if t.kind == "gradient" and t.nbytes])
     return *asked, *(-1 - i for i in range(len(asked)))

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from lightning_memopt.device.kinds import CPU
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.fitting.unfilled import Unfilled
 from lightning_memopt.graph import HOOK, LATE_HOOK, Graph
@@ -24,8 +23,7 @@ from lightning_memopt.units import format_nbytes
 
 SHARDED = (
     "Several cards: FSDP2 shards the model over them, each repeated block as a unit, and the rest as one. Batch, length and "
-    "peak are those of each card. Its peaks are allocated bytes: what the allocator reserves beyond these, and NCCL's buffers, "
-    "come on top. Collectives take no time in these ratios."
+    "peak are those of each card. NCCL's buffers come on top. Collectives take no time in these ratios."
 )
 """What an answer about several cards says of them."""
 _COLLECTIVES = "c10d::"
@@ -121,11 +119,10 @@ def one_rank_of(ranks: int) -> Iterator[None]:
 
 def of_a_card(graph: Graph) -> Graph:
     """The graph as one card has it. Its collectives have freed their buffers when they are over: gloo may do so later, for
-    which a budget on the CPU has a reserve. Its peaks are allocated bytes, as on a device that reserves nothing, because the
-    model of the card's allocator does not know FSDP2's streams.
+    which a budget on the CPU has a reserve.
     """
     ops = (replace(op, name=f"{HOOK}unit") if op.name == LATE_HOOK else op for op in graph.ops)
-    return replace(graph, ops=tuple(ops), device=CPU.name)
+    return replace(graph, ops=tuple(ops))
 
 
 def shard(model: nn.Module, compute: torch.dtype | None = None, device: str = "cpu") -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_memopt.graph import BEFORE, Graph, Levels, Op, Tensor
+from lightning_memopt.graph import BEFORE, POOLS, Graph, Levels, Op, Tensor
 from lightning_memopt.plan.logits import logits
 from lightning_memopt.plan.lower import Free, Rebuild, Schedule, lower
 from lightning_memopt.plan.model import Life
@@ -31,6 +31,7 @@ STRUCTURES = (
     "weights",
     "optimizer state",
     "inputs",
+    POOLS,
     "outside the step",
 )
 """The purposes of bytes. `feature maps`: held because autograd saves them. `logits`: what `plan.logits` finds, whether autograd
@@ -152,7 +153,7 @@ def _gradients(graph: Graph) -> set[int]:
 def _used(graph: Graph, t: Tensor, first: int, last: int, is_gradient: bool) -> Iterator[Part]:
     """The interval during which a tensor is in memory without any plan. `is_gradient`: it is the gradient of a parameter."""
     if t.born_at == BEFORE:
-        yield Part(t, _KINDS.get(t.kind, "outside the step"), t.nbytes, first, last)
+        yield Part(t, POOLS if t.name == POOLS else _KINDS.get(t.kind, "outside the step"), t.nbytes, first, last)
     elif t.kind == "gradient":
         yield Part(t, "gradients" if is_gradient else "in use", t.nbytes, first, last)
     else:

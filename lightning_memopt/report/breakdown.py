@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lightning_memopt.errors import needing
-from lightning_memopt.graph import BEFORE, Graph
+from lightning_memopt.graph import BEFORE, POOLS, Graph
 from lightning_memopt.plan import Life
 from lightning_memopt.plan.peak import STRUCTURES, Breakdown, LayerOf, at_peak, layer_name, layer_of
 from lightning_memopt.report.text import Table, render
@@ -24,6 +24,7 @@ FATES = ("held", "rebuilt", "there anyway")
 """The fates of a saved tensor. `there anyway`: user code holds it until backward asks for it."""
 COLOURS = {
     "outside the step": "#cdbfa8",
+    POOLS: "#b8a9c9",
     "weights": "#4e79a7",
     "optimizer state": "#76b7b2",
     "inputs": "#8c8cd9",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from lightning_memopt.graph import Graph
+from lightning_memopt.graph import POOLS, Graph
 from lightning_memopt.plan import Life, Plan, lower, step_of
 from lightning_memopt.plan.lower import Rebuild, Schedule
 from lightning_memopt.plan.peak import STRUCTURES, layer_name, parts_at, stacks
@@ -23,6 +23,7 @@ _MOST_TENSORS = 20
 
 MEANINGS = {
     "outside the step": "in memory before the step and not part of it: the data set, another model",
+    POOLS: "kept by torch's allocator for the collectives of a sharded model",
     "weights": "parameters and buffers",
     "optimizer state": "the optimizer's state",
     "inputs": "the batch",

@@ -4,7 +4,7 @@
   const pictures = JSON.parse(document.getElementById("data").textContent);
   const MIB = 2 ** 20;
   const PURPOSES = {
-    "outside the step": "#cdbfa8",
+    "outside the step": "#cdbfa8", "pools of FSDP2's streams": "#b8a9c9",
     "weights": "#4e79a7", "optimizer state": "#76b7b2", "inputs": "#8c8cd9", "gradients": "#e15759", "feature maps": "#f28e2b",
     "logits": "#ffbe7d", "held to rebuild": "#d4b02a", "fetched": "#b07aa1", "encoded": "#d37295", "rebuilt": "#59a14f",
     "generator states": "#9d7660", "in use": "#a0a7ae", "workspace": "#6b7178",
