@@ -11,7 +11,9 @@ import numbers
 import operator
 import os
 import re
+from collections.abc import Iterable
 from fractions import Fraction
+from itertools import cycle
 from pathlib import Path, PurePosixPath
 
 from lightning_memopt.errors import BudgetError, UnsupportedError
@@ -207,3 +209,14 @@ def _text_of(path: Path) -> str:
         return path.read_text(encoding="ascii", errors="replace")
     except OSError:
         return ""
+
+
+def divided(nbytes: int, sizes: Iterable[int]) -> list[int]:
+    """`nbytes` in parts of these sizes, one after the other and again from the first, and one part for the rest."""
+    parts: list[int] = []
+    for size in cycle(sizes):
+        if size > nbytes:
+            break
+        parts.append(size)
+        nbytes -= size
+    return [*parts, nbytes] if nbytes else parts

@@ -170,7 +170,7 @@ class Fit:
 
     def table(self) -> str:
         """The answer as text."""
-        lines = [f"{self.source}: {step.text(step.ranks == 1 and kind_of(self.device).has_segments)}" for step in self.steps]
+        lines = [f"{self.source}: {step.text(kind_of(self.device).has_segments)}" for step in self.steps]
         if self.context_nbytes:
             lines[-1] += (
                 f" Beside it: CUDA's context and libraries, about {format_nbytes(self.context_nbytes)}, and cuBLAS's "

@@ -21,12 +21,13 @@ from lightning_memopt.errors import ConfigError
 from lightning_memopt.fitting.autocast import cuda_autocast
 from lightning_memopt.fitting.operators import CudaOperators, Reads, count_on_host, update_together, without_checkpointing
 from lightning_memopt.fitting.sharding import UnfilledRank, of_a_card, one_rank_of
-from lightning_memopt.fitting.side_streams import with_pools
 from lightning_memopt.fitting.unfilled import Unfilled
 from lightning_memopt.fitting.values import Values
-from lightning_memopt.fitting.workspaces import divided, on_host, workspace_nbytes
+from lightning_memopt.fitting.workspaces import on_host, workspace_nbytes
 from lightning_memopt.graph import OUTSIDE, Graph, Op, Tensor
 from lightning_memopt.integrations.asking import STEPS
+from lightning_memopt.plan.side_streams import with_pools
+from lightning_memopt.units import divided
 
 if TYPE_CHECKING:
     from lightning_memopt.bench.subject import Training

@@ -6,8 +6,7 @@ An operator that is not here has no workspace in an answer. Those of cuBLAS are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import cycle
+from collections.abc import Callable
 from math import prod
 
 from lightning_memopt.graph import UNRECORDED, Graph, Op
@@ -95,17 +94,6 @@ def on_host(graph: Graph) -> set[int]:
     numbers = {t.id for t in graph.tensors if t.nbytes <= _NUMBER_NBYTES}
     made = {t for op in graph.forward if op.name in _ON_HOST for t in op.outputs[_ON_HOST[op.name] :]}
     return made | {t for t in numbers if graph.tensors[t].name == UNRECORDED or read_by.get(t) == _WRITES_A_NUMBER}
-
-
-def divided(nbytes: int, sizes: Sequence[int]) -> list[int]:
-    """Requests for `nbytes` in all: of these sizes, one after the other and again from the first, and one for the rest."""
-    asked: list[int] = []
-    for size in cycle(sizes):
-        if size > nbytes:
-            break
-        asked.append(size)
-        nbytes -= size
-    return [*asked, nbytes] if nbytes else asked
 
 
 def workspace_nbytes(graph: Graph, op: Op) -> int:

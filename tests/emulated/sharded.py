@@ -20,9 +20,9 @@ import transformers
 from lightning_memopt.bench.subject import Training
 from lightning_memopt.fitting import recording
 from lightning_memopt.fitting.sharding import one_rank_of, shard
-from lightning_memopt.fitting.side_streams import with_pools
 from lightning_memopt.plan.allocator import Settings, reserved
 from lightning_memopt.plan.peak import at_peak
+from lightning_memopt.plan.side_streams import with_pools
 from lightning_memopt.solvers.rollout import keep_all
 from tests.emulated.fitted import CARD_NBYTES, STEPS, leave_masks_out
 from tests.emulated.real_size import BLOCKS, configs, each_alone, in_bfloat16

@@ -23,6 +23,7 @@ from lightning_memopt.live_objects import live_objects
 from lightning_memopt.native import counter_of
 from lightning_memopt.native.engine import maker
 from lightning_memopt.plan import Machine
+from lightning_memopt.plan.side_streams import with_pools
 from lightning_memopt.record import parameters_of
 from lightning_memopt.session import times
 from lightning_memopt.session.observe.final_gradients import Final
@@ -36,6 +37,7 @@ from lightning_memopt.session.solve.rehearsal import Rounded, Update, rehearse, 
 from lightning_memopt.session.worth import worth
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.rollout import keep_all
+from lightning_memopt.torch_private import local_tensor
 from lightning_memopt.units import format_nbytes
 
 Say = Callable[[str], None]
@@ -99,6 +101,13 @@ class Foresight:
         """The graph of an observed step, with the state that its update made, and with the bytes of later updates, which may
         differ from the first one. `early`: parameters are updated early, so the step has shown the updates already.
         """
+        graph = self._complete(graph, device, early)
+        if not kind_of(graph.device).has_segments:
+            return graph
+        trained = (p for o in self.optimizers for p in parameters_of(o) if p.requires_grad)
+        return with_pools(graph, sum(local_tensor(p).nbytes for p in trained))
+
+    def _complete(self, graph: Graph, device: torch.device, early: bool) -> Graph:
         made = state_made(graph, self.optimizers, device)
         graph = self._with_updates(with_earlier_rounds(graph)) if early else self._with_gradients(graph)
         if self.update is None or early:

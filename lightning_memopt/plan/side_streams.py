@@ -3,7 +3,7 @@
 FSDP2 gathers weights on one stream and reduces gradients on another. torch's caching allocator gives a block back to the stream
 that it was made for, so each of these streams has a pool of its own, which stays reserved when nothing in it is used: the
 buffers of gathered weights during most of a step, and the reduced gradients in all of the forward. (`foreach_all_gather` and
-`foreach_reduce` of torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py; of two cards to eight, these pools are 10 to 17 %
+`foreach_reduce` of torch.distributed.fsdp._fully_shard._fsdp_collectives; of two cards to eight, these pools are 10 to 17 %
 of what is reserved.)
 """
 
@@ -13,15 +13,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 
-from lightning_memopt.fitting.workspaces import divided
 from lightning_memopt.graph import BEFORE, POOLS, UNRECORDED, Graph, Tensor
-from lightning_memopt.plan.allocator import Allocator, Settings
+from lightning_memopt.plan.allocator.model import Allocator
+from lightning_memopt.plan.allocator.settings import Settings
+from lightning_memopt.units import divided
 
 
-def with_pools(graph: Graph) -> Graph:
+def with_pools(graph: Graph, reduced_nbytes: int | None = None) -> Graph:
     """The step of a card among several with these pools as one tensor that is always there. What the collectives hold, which
     the recorder saw as bytes that no op made, is taken out: the gathered weights' buffers of the forward, and the gradients
     that stay until the update. The same for temporaries of the update: they are of the sizes of its weights, not one.
+
+    reduced_nbytes: of all reduced gradients; None: those that stay until the update.
     """
     gathered = _gathered(graph)
     if not gathered:
@@ -42,7 +45,7 @@ def with_pools(graph: Graph) -> Graph:
                 temporaries += [replace(t, nbytes=nbytes) for nbytes in divided(t.nbytes, shards)]
                 t = replace(t, nbytes=0)
         tensors.append(t)
-    nbytes = _pool_nbytes(gathered, reduced)
+    nbytes = pool_nbytes(gathered, reduced if reduced_nbytes is None else reduced_nbytes)
     pools = Tensor(id=0, name=POOLS, nbytes=nbytes, kind="temporary", storage=0, born_at=BEFORE, freed_at=last)
     ids = count(len(tensors))
     tensors += [replace(t, id=id, storage=id) for t, id in zip((*temporaries, pools), ids, strict=False)]
@@ -61,7 +64,7 @@ def _gathered(graph: Graph) -> list[tuple[int, bool]]:
     return [(nbytes[point], point in firsts) for point in sorted(nbytes)]
 
 
-def _pool_nbytes(gathered: Sequence[tuple[int, bool]], reduced_nbytes: int) -> int:
+def pool_nbytes(gathered: Sequence[tuple[int, bool]], reduced_nbytes: int) -> int:
     """What the two pools reserve. `reduced_nbytes`: of all reduced gradients, which units have in proportion to their weights.
 
     The buffer of a unit is there until the next unit's was made. The gradients of all units are there at the same time.
