@@ -48,6 +48,12 @@ def add(commands: Any) -> None:
         help="a function that is asked for values that steer the step (docs/fit.md); without it, they are assumed",
     )
     fit.add_argument(
+        "--gradient-checkpointing",
+        action="store_true",
+        help="ask about the step with gradient checkpointing, too: that of the model of a config, or what a function or a "
+        "script checkpoints itself",
+    )
+    fit.add_argument(
         "--offload",
         default="none",
         help="none, host, disk or auto: where a plan may park saved tensors until backward, as for a run (default: none)",

@@ -42,8 +42,7 @@ class Options:
     device: of DEVICES: whose operators the step has. Also for functions and scripts.
     values: a function that is asked for values that steer the step (`fitting.values`), or its name, `package.module:function`.
         Also for functions and scripts.
-
-    There is no gradient checkpointing: a plan replaces it.
+    gradient_checkpointing: whether the step is asked about with gradient checkpointing, too. Also for functions and scripts.
     """
 
     task: str | None = None
@@ -54,6 +53,7 @@ class Options:
     lora: int | None = None
     device: str = "cuda"
     values: str | Values | None = None
+    gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         for name, value, known in (

@@ -24,13 +24,12 @@ from lightning_memopt.device.pretending import cuda_is_here
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.fitting.card_types import card_types
 from lightning_memopt.fitting.operators import update_together
-from lightning_memopt.fitting.recording import Observed, marked, observed_by, observing
+from lightning_memopt.fitting.recording import Observed, Watching
 from lightning_memopt.integrations.asking import STEPS
 from lightning_memopt.integrations.entries import trains
 
 if TYPE_CHECKING:
     from lightning_memopt.fitting.unfilled import Unfilled
-    from lightning_memopt.integrations.plain import Run
 
 _LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "mpirun", "srun")
 _LAUNCHING = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "lightning_memopt.launch")
@@ -70,19 +69,22 @@ def script_of(command: Sequence[str]) -> tuple[str, list[str], bool]:
     return words[0], words[1:], module
 
 
-def observed(command: Sequence[str], name: str = "", nbytes: int = 0, *, mode: Unfilled, early: bool = False) -> Observed:
+def observed(
+    command: Sequence[str], name: str = "", nbytes: int = 0, *, mode: Unfilled, early: bool = False, checkpoints: bool = False
+) -> Observed:
     """The last of a few steps of a script.
 
     name, nbytes: of the CUDA device that it finds; without a name, it trains on the CPU.
     mode: is on.
     early: parameters are updated in backward, as far as the script allows it.
+    checkpoints: what it checkpoints stays, or is turned on in a model of transformers.
 
     Raises ConfigError if the script ends, or raises, before that.
     """
     from lightning_memopt.integrations.launch import run
 
     script, arguments, module = script_of(command)
-    loop, ended = _Loop(mode, bool(name), early), "ended"
+    loop, ended = _Loop(mode, bool(name), early, checkpoints), "ended"
     doing = f"{script}, run without its values,"
     remedy = "Run it by itself. If it trains, values that were not computed steer it: give package.module:function"
     eager = torch.compiler.set_stance("force_eager")  # it imports Dynamo, which keeps the `Module.__call__` that it finds
@@ -159,12 +161,10 @@ class _Loop:
     has_forwards: whether a module that trains was called.
     """
 
-    def __init__(self, mode: Unfilled, cuda: bool, early: bool) -> None:
+    def __init__(self, mode: Unfilled, cuda: bool, early: bool, checkpoints: bool) -> None:
         self._steps, self._mode = STEPS, mode  # the number of steps that are still to be recorded
         self._cuda, self._before_nbytes = cuda, mode.host_nbytes
-        self._early = early
-        self._marked = contextlib.ExitStack()
-        self._lines: list[str] = []
+        self._early, self._checkpoints = early, checkpoints
         self._saw_begin = True
         self._made = weakref.WeakSet[Optimizer]()
         self._optimizers: list[Optimizer] = []
@@ -172,7 +172,7 @@ class _Loop:
         self._is_known = False
         self._depth = 0
         self._thread, self._process = threading.get_ident(), os.getpid()
-        self._run: Run | None = None
+        self._watching: Watching | None = None
         self._updating = False
         self.forwards = 0
         self.observed: Observed | None = None
@@ -226,13 +226,12 @@ class _Loop:
         """End the observation. What was recorded is in `observed`. Afterwards, forwards are none of the loop's, even if a
         library that was imported within keeps calling the replaced `Module.__call__`.
         """
-        if self._run is not None:
+        if self._watching is not None:
             # on the CPU, all that the script made is on the device
             host_nbytes = self._mode.host_nbytes if self._cuda else self._before_nbytes
-            self.observed = observed_by(self._run, host_nbytes, self._lines)
-            self._run.close()
-        self._marked.close()
-        self._run, self._thread = None, 0
+            self.observed = self._watching.observed(host_nbytes)
+            self._watching.close()
+        self._watching, self._thread = None, 0
         self._called.clear()
         self._optimizers.clear()
 
@@ -242,7 +241,7 @@ class _Loop:
         self.has_forwards = True
         if self.is_done or self.is_stuck:
             raise _Recorded
-        if self._run is None:
+        if self._watching is None:
             self._called[module] = None
             if self._is_known:
                 self._observe()
@@ -255,7 +254,7 @@ class _Loop:
         self.forwards = 0
         if self.updates > _SELDOM and not self.has_forwards:
             raise _Recorded
-        if self._run is None:
+        if self._watching is None:
             self._find(optimizer)
         elif optimizer is self._optimizers[-1]:
             self._steps -= self._saw_begin
@@ -275,12 +274,8 @@ class _Loop:
             self._is_known = self._is_known or (optimizer is self._optimizers[-1] and not waits)
 
     def _observe(self) -> None:
-        from lightning_memopt.integrations.plain import open_run
-
         self._saw_begin = not self._updating  # not if this forward is in the closure of an update
-        self._run = open_run(self._model(), self._optimizers, observing(self._early), self._lines.append)
-        if self._early:
-            self._marked.enter_context(marked(self._run))
+        self._watching = Watching(self._model(), self._optimizers, self._mode, self._early, self._checkpoints)
 
     def _model(self) -> nn.Module:
         """The module that was called, or a list of them. Raises ConfigError if none of them has what is trained."""

@@ -37,6 +37,8 @@ class Source:
     unsized: why sizes are None.
     device: type of the device whose operators the step has.
     early: records the same step with parameters updated in backward, as far as it allows it; None: nobody can ask for that.
+    checkpointed: records the same step with gradient checkpointing; None: nobody asks for that, or can.
+    asks: whether the user asks for that. Otherwise, it is recorded if the source itself checkpoints.
     close: lets go of the model, if it was kept to be recorded at other sizes.
     """
 
@@ -47,6 +49,8 @@ class Source:
     unsized: str = ""
     device: str = "cuda"
     early: Callable[[int, int], Recorded] | None = None
+    checkpointed: Callable[[int, int], Recorded] | None = None
+    asks: bool = False
     close: Callable[[], None] = lambda: None
 
 
@@ -72,15 +76,29 @@ def source_of(spec: str | Sequence[str], options: Options, device: tuple[str, in
 
 
 def of_training(
-    name: str, build: Callable[[int], Training], batch: int | None, device: str = "cuda", values: Values | None = None
+    name: str,
+    build: Callable[[int], Training],
+    batch: int | None,
+    device: str = "cuda",
+    values: Values | None = None,
+    asks: bool = False,
 ) -> Source:
-    """A training that a function makes for any number of samples."""
+    """A training that a function makes for any number of samples. `asks`: see `Source`."""
     cuda, unsized = not kind_of(device).is_host, "the function alone knows it"
 
-    def recording(n: int, _: int, early: bool = False) -> Recorded:
-        return record(partial(build, n), cuda, values=values, early=early)
+    def recording(n: int, _: int, early: bool = False, checkpoints: bool = False) -> Recorded:
+        return record(partial(build, n), cuda, values=values, early=early, checkpoints=checkpoints)
 
-    return Source(name, recording, batch, unsized=unsized, device=device, early=partial(recording, early=True))
+    return Source(
+        name,
+        recording,
+        batch,
+        unsized=unsized,
+        device=device,
+        early=partial(recording, early=True),
+        checkpointed=partial(recording, checkpoints=True),
+        asks=asks,
+    )
 
 
 def _of_script(command: list[str], options: Options, device: tuple[str, int]) -> Source:
@@ -89,15 +107,28 @@ def _of_script(command: list[str], options: Options, device: tuple[str, int]) ->
     _refuse(options, taken, "The script")
     values = values_of(options.values)
 
-    def recording(batch: int, length: int, early: bool = False) -> Recorded:
+    def recording(batch: int, length: int, early: bool = False, checkpoints: bool = False) -> Recorded:
         words = [word.replace("{batch}", str(batch)).replace("{length}", str(length)) for word in command]
         on = device if options.cuda else ()
-        return recorded(lambda mode: scripts.observed(words, *on, mode=mode, early=early), options.cuda, values)
+        return recorded(
+            lambda mode: scripts.observed(words, *on, mode=mode, early=early, checkpoints=checkpoints),
+            options.cuda,
+            values,
+            checkpoints=checkpoints,
+        )
 
     hint = "write {batch} and {length} in the command where the script takes them"
     sizes = {size: getattr(options, size) for size in taken}
-    early = partial(recording, early=True)
-    return Source(" ".join(command), recording, **sizes, unsized=hint, device=options.device, early=early)
+    return Source(
+        " ".join(command),
+        recording,
+        **sizes,
+        unsized=hint,
+        device=options.device,
+        early=partial(recording, early=True),
+        checkpointed=partial(recording, checkpoints=True) if options.gradient_checkpointing else None,
+        asks=options.gradient_checkpointing,
+    )
 
 
 def _of_function(spec: str, options: Options) -> Source:
@@ -110,12 +141,12 @@ def _of_function(spec: str, options: Options) -> Source:
         _give_memory(training.model)
         return training
 
-    return of_training(spec, built, None, options.device, values_of(options.values))
+    return of_training(spec, built, None, options.device, values_of(options.values), options.gradient_checkpointing)
 
 
 def _refuse(options: Options, taken: tuple[str, ...], who: str) -> None:
     """Raise ConfigError for options that have no effect."""
-    taken = (*taken, "device", "values")
+    taken = (*taken, "device", "values", "gradient_checkpointing")
     given = [f.name for f in fields(Options) if f.name not in taken and getattr(options, f.name) != f.default]
     if given:
         sizes = " and ".join(f"{{{name}}}" for name in given if name in SIZES and who == "The script")
@@ -178,6 +209,8 @@ def _of_config(spec: str, options: Options, ranks: int) -> Source:
         None if task == "image-classification" else options.length,
         device=options.device,
         early=partial(sizes.record, early=True) if ranks == 1 else None,
+        checkpointed=partial(sizes.record, checkpoints=True) if options.gradient_checkpointing else None,
+        asks=options.gradient_checkpointing,
         close=sizes.close,
     )
 
