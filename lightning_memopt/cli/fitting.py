@@ -54,6 +54,13 @@ def add(commands: Any) -> None:
         "script checkpoints itself",
     )
     fit.add_argument(
+        "--time-limit",
+        type=float,
+        default=default.time_limit,
+        metavar="SECONDS",
+        help=f"how long a script may run until its fourth update (default: {default.time_limit:.0f})",
+    )
+    fit.add_argument(
         "--offload",
         default="none",
         help="none, host, disk or auto: where a plan may park saved tensors until backward, as for a run (default: none)",

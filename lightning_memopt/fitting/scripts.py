@@ -12,6 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -24,6 +25,7 @@ from lightning_memopt.device.pretending import cuda_is_here
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.fitting.card_types import card_types
 from lightning_memopt.fitting.operators import update_together
+from lightning_memopt.fitting.patience import LIMIT_SECONDS, Patience
 from lightning_memopt.fitting.recording import Observed, Watching
 from lightning_memopt.integrations.asking import STEPS
 from lightning_memopt.integrations.entries import trains
@@ -70,7 +72,14 @@ def script_of(command: Sequence[str]) -> tuple[str, list[str], bool]:
 
 
 def observed(
-    command: Sequence[str], name: str = "", nbytes: int = 0, *, mode: Unfilled, early: bool = False, checkpoints: bool = False
+    command: Sequence[str],
+    name: str = "",
+    nbytes: int = 0,
+    *,
+    mode: Unfilled,
+    early: bool = False,
+    checkpoints: bool = False,
+    limit_seconds: float = LIMIT_SECONDS,
 ) -> Observed:
     """The last of a few steps of a script.
 
@@ -78,13 +87,15 @@ def observed(
     mode: is on.
     early: parameters are updated in backward, as far as the script allows it.
     checkpoints: what it checkpoints stays, or is turned on in a model of transformers.
+    limit_seconds: how long it may run.
 
-    Raises ConfigError if the script ends, or raises, before that.
+    Raises ConfigError if the script ends, or raises, before that; if its time is up; and if it trains in other processes.
     """
     from lightning_memopt.integrations.launch import run
 
     script, arguments, module = script_of(command)
     loop, ended = _Loop(mode, bool(name), early, checkpoints), "ended"
+    patience = Patience(script, limit_seconds, loop.leave_late, lambda: (loop.updates, loop.wanted))
     doing = f"{script}, run without its values,"
     remedy = "Run it by itself. If it trains, values that were not computed steer it: give package.module:function"
     eager = torch.compiler.set_stance("force_eager")  # it imports Dynamo, which keeps the `Module.__call__` that it finds
@@ -95,6 +106,7 @@ def observed(
             stack.enter_context(cuda_is_here(name, nbytes))
             stack.enter_context(card_types(mode))
         stack.enter_context(loop.watched())
+        stack.enter_context(mock.patch.object(mode, "look", patience.look))
         try:
             with user_code.in_user_code(doing, remedy), _not_by_values(doing), contextlib.redirect_stdout(sys.stderr):
                 run(script, arguments, module)
@@ -104,6 +116,13 @@ def observed(
             if not isinstance(error.__cause__, SystemExit):
                 raise
             ended = f"exited with {error.__cause__.code!r}" if error.__cause__.code else ended
+    if loop.is_late:
+        raise patience.error(mode.ops)
+    if loop.starts_trainers:
+        raise ConfigError(
+            f"{script} trains in processes that it starts, and what runs there cannot be recorded. Make it train in one "
+            "process, or give package.module:function."
+        )
     if loop.has_forwards and (loop.is_stuck or not loop.updates):
         raise ConfigError(
             f"{script} ran {loop.forwards} forwards without a call of optimizer.step(), and nothing else ends a step. Give "
@@ -145,6 +164,17 @@ def _as_main() -> Iterator[None]:
             sys.modules["__main__"] = main
 
 
+def _trains(process: Any) -> bool:
+    """Whether a process that is to be started will train: it gets a model, or is one of `torch.multiprocessing.spawn`. Those
+    that load data may have models within their data.
+    """
+    target = getattr(process, "_target", None)
+    if getattr(target, "__module__", "") == "torch.multiprocessing.spawn":
+        return True
+    given = (*getattr(process, "_args", ()), *getattr(process, "_kwargs", {}).values())
+    return any(isinstance(value, nn.Module) and trains(value) for value in given)
+
+
 def _no_model() -> ConfigError:
     return ConfigError(
         "the script called no module that has what its optimizers update, so there is no model to plan. Give "
@@ -159,6 +189,8 @@ class _Loop:
     updates: number of calls of `optimizer.step()` so far.
     forwards: number of calls of modules that train since the last update.
     has_forwards: whether a module that trains was called.
+    is_late: whether it was left because its time was up.
+    starts_trainers: whether it was left because it gives a model to another process.
     """
 
     def __init__(self, mode: Unfilled, cuda: bool, early: bool, checkpoints: bool) -> None:
@@ -177,7 +209,7 @@ class _Loop:
         self.forwards = 0
         self.observed: Observed | None = None
         self.updates = 0
-        self.has_forwards = False
+        self.has_forwards = self.is_late = self.starts_trainers = False
 
     @property
     def is_stuck(self) -> bool:
@@ -214,13 +246,27 @@ class _Loop:
             made(optimizer, *args, **kwargs)
             self._made.add(optimizer)
 
+        starts = BaseProcess.start
+
+        def start(process: Any) -> None:
+            if os.getpid() == self._process and _trains(process):
+                self.starts_trainers = True
+                raise _Recorded
+            starts(process)
+
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(Optimizer, "__init__", make))
+            stack.enter_context(mock.patch.object(BaseProcess, "start", start))
             stack.callback(register_optimizer_step_pre_hook(self._update_begins).remove)
             stack.callback(register_optimizer_step_post_hook(self._update_ended).remove)
             stack.enter_context(mock.patch.object(nn.Module, "__call__", call))
             stack.callback(self.close)
             yield
+
+    def leave_late(self) -> None:
+        """Leave the script, because its time is up."""
+        self.is_late = True
+        raise _Recorded
 
     def close(self) -> None:
         """End the observation. What was recorded is in `observed`. Afterwards, forwards are none of the loop's, even if a
@@ -229,7 +275,8 @@ class _Loop:
         if self._watching is not None:
             # on the CPU, all that the script made is on the device
             host_nbytes = self._mode.host_nbytes if self._cuda else self._before_nbytes
-            self.observed = self._watching.observed(host_nbytes)
+            if not self.is_late:
+                self.observed = self._watching.observed(host_nbytes)
             self._watching.close()
         self._watching, self._thread = None, 0
         self._called.clear()

@@ -109,9 +109,9 @@ def _of_script(command: list[str], options: Options, device: tuple[str, int]) ->
 
     def recording(batch: int, length: int, early: bool = False, checkpoints: bool = False) -> Recorded:
         words = [word.replace("{batch}", str(batch)).replace("{length}", str(length)) for word in command]
-        on = device if options.cuda else ()
+        on, limit = device if options.cuda else (), options.time_limit
         return recorded(
-            lambda mode: scripts.observed(words, *on, mode=mode, early=early, checkpoints=checkpoints),
+            lambda mode: scripts.observed(words, *on, mode=mode, early=early, checkpoints=checkpoints, limit_seconds=limit),
             options.cuda,
             values,
             checkpoints=checkpoints,
@@ -146,7 +146,7 @@ def _of_function(spec: str, options: Options) -> Source:
 
 def _refuse(options: Options, taken: tuple[str, ...], who: str) -> None:
     """Raise ConfigError for options that have no effect."""
-    taken = (*taken, "device", "values", "gradient_checkpointing")
+    taken = (*taken, "device", "values", "gradient_checkpointing", *(("time_limit",) if who == "The script" else ()))
     given = [f.name for f in fields(Options) if f.name not in taken and getattr(options, f.name) != f.default]
     if given:
         sizes = " and ".join(f"{{{name}}}" for name in given if name in SIZES and who == "The script")
