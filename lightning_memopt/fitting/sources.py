@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -63,9 +64,7 @@ def source_of(spec: str | Sequence[str], options: Options, device: tuple[str, in
 
     Raises ConfigError if it is none of these, or if it does not take the options.
     """
-    words = [spec] if isinstance(spec, str) else list(spec)
-    is_script = len(words) > 1 or words[0].endswith(".py")
-    is_config = not is_script and (Path(words[0]).exists() or ":" not in words[0])
+    words, is_script, is_config = _kind(spec)
     if ranks > 1 and not is_config:
         raise ConfigError("a script or a function shards its model itself: ask about several cards with the config of a model")
     if is_script:
@@ -73,6 +72,22 @@ def source_of(spec: str | Sequence[str], options: Options, device: tuple[str, in
     if is_config:
         return _of_config(words[0], options, ranks)
     return _of_function(words[0], options)
+
+
+def import_libraries(spec: str | Sequence[str]) -> None:
+    """Import what a source of this kind needs, which would be imported later; nothing if that is not installed."""
+    if _kind(spec)[2]:
+        with contextlib.suppress(ImportError):
+            import transformers
+
+            transformers.PreTrainedModel  # noqa: B018  (its module is imported with it)
+
+
+def _kind(spec: str | Sequence[str]) -> tuple[list[str], bool, bool]:
+    """The words of a source, whether they run a script, and whether they name the config of a model."""
+    words = [spec] if isinstance(spec, str) else list(spec)
+    is_script = len(words) > 1 or words[0].endswith(".py")
+    return words, is_script, not is_script and (Path(words[0]).exists() or ":" not in words[0])
 
 
 def of_training(
