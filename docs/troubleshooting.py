@@ -57,6 +57,10 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Sizes are tried on the model that the function prepares; the line says what it did.",
         "Prepare one model with its optimizer inside of the function, and let it train.",
     ),
+    ("fitting/patience.py", "MemOpt: after"): (
+        "`memopt fit` runs the script up to its fourth update, and its steps have many operators, or much comes before them.",
+        "Wait, or make its steps shorter. When `--time-limit` is over, the script is left, and a line says so.",
+    ),
     ("integrations/checkpointing.py", "MemOpt: gradient checkpointing in compiled code"): (
         "The checkpointing is part of the compiled code.",
         NOTHING,

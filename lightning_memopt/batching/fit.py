@@ -93,9 +93,9 @@ class StepFit:
         return tuple(dimensions)
 
     @cached_property
-    def _tensors(self) -> tuple[list[Tensor], list[tuple[Tensor, Tensor, bool]]]:
+    def _tensors(self) -> tuple[list[Tensor], list[tuple[Tensor, Tensor, bool, tuple[int, ...] | None]]]:
         """All tensors as they are at every size, and those of them that change: (at the smaller size, at the larger size,
-        whether their dimensions say their bytes).
+        whether their dimensions say their bytes, by how much each dimension grows with the size, if these are whole numbers).
         """
         lasting, changing = [], []
         for a, b in zip(self.small.tensors, self.large.tensors, strict=True):
@@ -105,11 +105,19 @@ class StepFit:
             if a.nbytes != b.nbytes or a.size != b.size:
                 alike = a.dtype == b.dtype and len(a.size) == len(b.size)
                 known = alike and all(_allocated(t.dtype, t.size, self.small.device) == t.nbytes for t in (a, b))
-                changing.append((a, b, known))
+                grown = [e - d for d, e in zip(a.size, b.size, strict=True)] if known else []
+                whole = known and not any(n % self._span for n in grown)
+                changing.append((a, b, known, tuple(n // self._span for n in grown) if whole else None))
         return lasting, changing
 
-    def _tensor(self, a: Tensor, b: Tensor, is_known: bool, size: int) -> Tensor:
-        dimensions = self._dimensions(a.size, b.size, size) if is_known else None
+    def _tensor(self, a: Tensor, b: Tensor, is_known: bool, slopes: tuple[int, ...] | None, size: int) -> Tensor:
+        if slopes is None:
+            dimensions = self._dimensions(a.size, b.size, size) if is_known else None
+        else:
+            more = size - self.sizes[0]
+            dimensions = tuple([d + slope * more for d, slope in zip(a.size, slopes, strict=True)])
+            if min(dimensions, default=0) < 0:
+                dimensions = None
         nbytes = _allocated(a.dtype, dimensions, self.small.device) if dimensions is not None else None
         if dimensions is None or nbytes is None:
             return replace(a, dtype="", size=(), nbytes=self._count(a.nbytes, b.nbytes, size))
@@ -150,8 +158,8 @@ class StepFit:
             ops[small.id] = self._op(small, large, size)
         tensors, changing = self._tensors
         tensors = tensors.copy()
-        for a, b, is_known in changing:
-            tensors[a.id] = self._tensor(a, b, is_known, size)
+        for a, b, is_known, slopes in changing:
+            tensors[a.id] = self._tensor(a, b, is_known, slopes, size)
         return replace(self.large, ops=tuple(ops), tensors=tuple(tensors), step_seconds=sum(op.seconds for op in ops))
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 from dataclasses import fields
 from typing import Any
 
 from lightning_memopt.fitting.options import DEVICES, DTYPES, OPTIMIZERS, TASKS, Options
+from lightning_memopt.solvers.collector import collector_paused
 
 
 def add(commands: Any) -> None:
@@ -48,6 +50,19 @@ def add(commands: Any) -> None:
         help="a function that is asked for values that steer the step (docs/fit.md); without it, they are assumed",
     )
     fit.add_argument(
+        "--gradient-checkpointing",
+        action="store_true",
+        help="ask about the step with gradient checkpointing, too: that of the model of a config, or what a function or a "
+        "script checkpoints itself",
+    )
+    fit.add_argument(
+        "--time-limit",
+        type=float,
+        default=default.time_limit,
+        metavar="SECONDS",
+        help=f"how long a script may run until its fourth update (default: {default.time_limit:.0f})",
+    )
+    fit.add_argument(
         "--offload",
         default="none",
         help="none, host, disk or auto: where a plan may park saved tensors until backward, as for a run (default: none)",
@@ -69,15 +84,22 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def run(args: argparse.Namespace) -> int:
     """Print the answer. Returns 0 if the step fits on every card, 3 if not."""
-    from lightning_memopt.fitting import plans
-    from lightning_memopt.fitting.answer import fit
+    source = args.source[0] if len(args.source) == 1 else args.source
+    with collector_paused():
+        from lightning_memopt.fitting import plans
+        from lightning_memopt.fitting.answer import fit
+        from lightning_memopt.fitting.sources import import_libraries
 
+        import_libraries(source)
     if args.output is not None:
         plans.check(args.card, args.output, args.ranks)
-    source = args.source[0] if len(args.source) == 1 else args.source
     techniques = {name: getattr(args, name) for name in ("offload", "optimizer_in_backward")}
     options = {field.name: getattr(args, field.name) for field in fields(Options)}
-    answer = fit(source, args.card, args.ranks, **techniques, **options)
+    gc.freeze()  # what is imported stays: no collection needs to walk it
+    try:
+        answer = fit(source, args.card, args.ranks, **techniques, **options)
+    finally:
+        gc.unfreeze()
     print(json.dumps(answer.to_json()) if args.json else answer.table())
     if args.output is not None:
         said = answer.save_plan(args.output) if answer.fits else f"{args.output} is not written: no plan fits."

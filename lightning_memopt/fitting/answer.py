@@ -9,17 +9,17 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from lightning_memopt.batching.fit import FitError, StepFit
-from lightning_memopt.batching.fit import fit as fit_step
-from lightning_memopt.batching.plans import largest
+from lightning_memopt.batching.fit import StepFit
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.device.kinds import kind_of
-from lightning_memopt.errors import ConfigError
+from lightning_memopt.errors import MemOptError
 from lightning_memopt.fitting import plans
 from lightning_memopt.fitting.cards import CONTEXT_NBYTES, Card, cards_of, of_the_host
+from lightning_memopt.fitting.checkpointing import CHECKPOINTED, Checkpointed
 from lightning_memopt.fitting.options import Options
-from lightning_memopt.fitting.recording import CHECKPOINTED, Recorded
+from lightning_memopt.fitting.recording import Recorded
 from lightning_memopt.fitting.sharding import SHARDED, StepOf, numbers_of
+from lightning_memopt.fitting.sizes import LARGEST, Most, at_sizes, most, most_unmodified, needed_nbytes
 from lightning_memopt.fitting.sources import Source, source_of
 from lightning_memopt.fitting.techniques import (
     LIMIT_SECONDS,
@@ -32,7 +32,6 @@ from lightning_memopt.fitting.techniques import (
 )
 from lightning_memopt.fitting.values import GIVEN
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import Life, Machine, Schedule, lower, simulate
 from lightning_memopt.plan.peak import at_peak
 from lightning_memopt.report.text import Table, render
 from lightning_memopt.solvers import planner
@@ -41,16 +40,8 @@ from lightning_memopt.solvers.frontier import Frontier
 from lightning_memopt.solvers.rollout import keep_all
 from lightning_memopt.units import format_nbytes
 
-_BEYOND = 8
-"""How many times the largest unmodified step the one is for which a plan is made. A plan makes room for about as many."""
-_NEAR = 0.02
-"""The share by which a largest size may be too small."""
-_LARGEST = {"batch": 1 << 14, "length": 1 << 22}
-"""The largest sizes that are asked about."""
 _VERDICT = 27
 """Maximum width of a verdict; longer ones take several lines."""
-Most = tuple[int | None, int | None]
-"""The largest size of a step that fits unmodified, and by a plan; None if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +57,7 @@ class OnCard:
     tier_nbytes: the most bytes that are there at once.
     early_updates: number of parameters that are updated in backward.
     others: where no plan fits, what options would bring that were not given.
+    checkpointed: the step with gradient checkpointing; None if nobody asked about it, or it was not recorded.
     peak_nbytes: the peak of the step as it would run: unmodified, or by the plan; else the smallest budget that works.
     slowdown: predicted seconds of that step as a multiple of the unmodified one's.
     largest_batch: the largest number of samples with which the unmodified step fits; None if it is not known.
@@ -89,6 +81,7 @@ class OnCard:
     tier_nbytes: int = 0
     early_updates: int = 0
     others: tuple[Other, ...] = ()
+    checkpointed: Checkpointed | None = None
 
     @property
     def missing_nbytes(self) -> int:
@@ -108,6 +101,7 @@ class Fit:
     frontier: the plans of the first of the steps, with the seconds of the first card.
     device: type of the device whose operators the step has.
     as_usual: why no plan updates parameters in backward although plans may; "" otherwise.
+    not_checkpointed: why the step was not recorded with gradient checkpointing although somebody asked; "" otherwise.
     """
 
     source: str
@@ -118,6 +112,7 @@ class Fit:
     frontier: Frontier
     device: str = "cuda"
     as_usual: str = ""
+    not_checkpointed: str = ""
 
     def save_plan(self, path: str) -> str:
         """Write the plan for the card, which a run takes by `plan=path`. Returns what was written, in words. Raises ConfigError
@@ -166,6 +161,7 @@ class Fit:
             "assumed": self.assumed,
             "unsized": self.unsized,
             "as_usual": self.as_usual,
+            "not_checkpointed": self.not_checkpointed,
         }
 
     def table(self) -> str:
@@ -178,7 +174,7 @@ class Fit:
             )
         several = any(step.ranks > 1 for step in self.steps)
         table = Table(title="")
-        sized = [(what, at) for size, what, at in _COLUMNS if size not in self.unsized]
+        sized = [(what, at, of) for size, what, at, of in _COLUMNS if size not in self.unsized]
         for name in (
             *(("cards",) if several else ()),
             "card",
@@ -186,7 +182,7 @@ class Fit:
             "verdict",
             "peak",
             "time",
-            *(part for what, _ in sized for part in (what, "with a plan")),
+            *(part for what, *_ in sized for part in (what, "with a plan")),
         ):
             table.add_column(name, justify="left" if name in ("card", "verdict") else "right")
         for card in self.cards:
@@ -197,13 +193,24 @@ class Fit:
                 _verdict(card),
                 format_nbytes(card.peak_nbytes),
                 _time(card),
-                *(_size(n) for _, at in sized for n in at(card)),
+                *(_size(n) for _, at, _ in sized for n in at(card)),
             )
+            if card.checkpointed is not None:
+                table.add_row(
+                    *(("",) * (3 if several else 2)),
+                    _checkpointed_verdict(card.checkpointed),
+                    format_nbytes(card.checkpointed.peak_nbytes),
+                    f"x{card.checkpointed.slowdown:.2f}",
+                    *(cell for *_, size in sized for cell in (_size(size(card.checkpointed)), "")),
+                )
         lines.append(render(table, 148 if several else 140))
         lines += [f"{card.card}: {other.text}." for card in self.cards for other in card.others]
         if self.as_usual:
             lines.append(f"No parameter is updated in backward: {self.as_usual}")
-        lines += [f"{line}." for line in _assumed(self.assumed)]
+        if self.not_checkpointed:
+            lines.append(f"No row has gradient checkpointing: {self.not_checkpointed.rstrip('.')}.")
+        asked = any(card.checkpointed is not None for card in self.cards) or bool(self.not_checkpointed)
+        lines += [f"{line}." for line in _assumed(self.assumed, asked)]
         for why in filter(None, dict.fromkeys(self.unsized.values())):
             sizes = " and ".join(size for size, other in self.unsized.items() if other == why)
             lines.append(f"The largest {sizes} cannot be told: {why.rstrip('.')}.")
@@ -256,7 +263,7 @@ def answered(source: Source, cards: Sequence[Card], ranks: int = 1, config: MemO
     sizes = {"batch": source.batch or 1, "length": source.length or 1}
     recorded = source.record(*sizes.values())
     graph = recorded.graph
-    peak, plain_nbytes = at_peak(graph, keep_all(graph)), _needs(graph, keep_all(graph))
+    peak, plain_nbytes = at_peak(graph, keep_all(graph)), needed_nbytes(graph, keep_all(graph))
     tight = sorted({card.usable_nbytes for card in cards if card.usable_nbytes < plain_nbytes})
     timed = cards[0].timed(graph)
     frontier = planner.solve(
@@ -268,17 +275,19 @@ def answered(source: Source, cards: Sequence[Card], ranks: int = 1, config: MemO
     )
     ways = Techniques(source, graph, frontier, cards, tight, config or config_of())
     unsized: dict[str, str] = {}
-    most: dict[str, list[Most]] = {}
+    largest: dict[str, list[Most]] = {}
     for size, here in (("batch", source.batch), ("length", source.length)):
-        fitted = source.unsized if here is None else _at_sizes(here, partial(_graph_at, source, sizes, size), graph)
+        fitted = source.unsized if here is None else at_sizes(here, partial(_graph_at, source.record, sizes, size), graph)
         if isinstance(fitted, str):
             unsized[size] = fitted
-            most[size] = [(None, None)] * len(cards)
+            largest[size] = [(None, None)] * len(cards)
         else:
-            most[size] = _most(fitted, cards, _LARGEST[size], here or 1)
+            largest[size] = most(fitted, cards, LARGEST[size], here or 1)
+    checkpointed = _checkpointed(source, sizes, recorded, cards)
+    not_checkpointed, of_cards = (checkpointed, [None] * len(cards)) if isinstance(checkpointed, str) else ("", checkpointed)
     on_cards = tuple(
-        replace(_on(card, graph, ways, plain_nbytes, batch, length), ranks=ranks)
-        for card, batch, length in zip(cards, most["batch"], most["length"], strict=True)
+        replace(_on(card, graph, ways, plain_nbytes, batch, length), ranks=ranks, checkpointed=on)
+        for card, batch, length, on in zip(cards, largest["batch"], largest["length"], of_cards, strict=True)
     )
     return Fit(
         source=source.name,
@@ -289,29 +298,43 @@ def answered(source: Source, cards: Sequence[Card], ranks: int = 1, config: MemO
         frontier=frontier,
         device=source.device,
         as_usual=ways.as_usual,
+        not_checkpointed=not_checkpointed,
     )
 
 
-def _graph_at(source: Source, sizes: dict[str, int], size: str, n: int) -> Graph:
+def _graph_at(record: Callable[[int, int], Recorded], sizes: dict[str, int], size: str, n: int) -> Graph:
     """The step with one of its sizes changed to `n`."""
-    return source.record(*(sizes | {size: n}).values()).graph
+    return record(*(sizes | {size: n}).values()).graph
 
 
-def _at_sizes(here: int, graph_at: Callable[[int], Graph], graph: Graph) -> StepFit | str:
-    """The step at any size, from two; `here` is the one of `graph`. If it is another step at another size: how they differ. One
-    sample is often another step than two.
-    """
-    different = ""
-    graphs = {here: graph}
-    for small, large in ((here, 2 * here), (2 * here, 3 * here)):
-        try:
-            for size in (small, large):
-                if size not in graphs:
-                    graphs[size] = graph_at(size)
-            return fit_step(graphs[small], graphs[large], (small, large))
-        except (ConfigError, FitError) as error:
-            different = str(error)
-    return different
+def _checkpointed(
+    source: Source, sizes: dict[str, int], plain: Recorded, cards: Sequence[Card]
+) -> list[Checkpointed | None] | str:
+    """The step with gradient checkpointing, on each card: None if nobody asks about it. If it could not be recorded: why."""
+    record = source.checkpointed
+    if record is None or not (source.asks or CHECKPOINTED in plain.assumed):
+        return [None] * len(cards)
+    try:
+        graph = record(*sizes.values()).graph
+    except MemOptError as error:
+        return str(error)
+    nbytes = needed_nbytes(graph, keep_all(graph))
+    largest: dict[str, list[int] | list[None]] = {size: [None] * len(cards) for size in sizes}
+    for size, here in (("batch", source.batch), ("length", source.length)):
+        fitted = None if here is None else at_sizes(here, partial(_graph_at, record, sizes, size), graph)
+        if isinstance(fitted, StepFit):
+            largest[size] = most_unmodified(fitted, cards, LARGEST[size], here or 1)
+    return [
+        Checkpointed(
+            nbytes <= card.usable_nbytes,
+            nbytes,
+            max(0, nbytes - card.usable_nbytes),
+            card.timed(graph).step_seconds / card.timed(plain.graph).step_seconds,
+            batch,
+            longest,
+        )
+        for card, batch, longest in zip(cards, largest["batch"], largest["length"], strict=True)
+    ]
 
 
 @collector_paused()
@@ -348,46 +371,6 @@ def _at_least(on: OnCard, source: Source) -> OnCard:
     )
 
 
-def _needs(graph: Graph, lives: tuple[Life, ...], schedule: Schedule | None = None) -> int:
-    """What torch's allocator reserves for a plan."""
-    reserve = Machine().reserve(graph)
-    return simulate(graph, lives, schedule).predicted.peak_nbytes if reserve is None else reserve(lives, schedule)
-
-
-@collector_paused()
-def _most(sizes: StepFit, cards: Sequence[Card], cap: int, here: int) -> list[Most]:
-    """For each card, the largest sizes that fit, at most `cap`; 0 if none does. The plan is the smallest one of a step that is
-    larger than any unmodified one that fits: in smaller ones, what is not rebuilt may matter more than activations.
-
-    here: the size of the step that was recorded.
-    """
-
-    def most(lives: tuple[Life, ...]) -> list[int]:
-        schedule = lower(sizes.at(here), lives)  # the points of the step are the same at every size
-        peaks: dict[int, int] = {}
-        needed: dict[int, int] = {}
-
-        def peak(n: int) -> int:
-            return simulate(sizes.at(n), lives, schedule).predicted.peak_nbytes
-
-        def needs(n: int) -> int:
-            return _needs(sizes.at(n), lives, schedule)
-
-        def on(usable_nbytes: int) -> int:
-            """Reserved bytes take long to ask for: first, allocated bytes bound the size."""
-            high = largest(peak, usable_nbytes, 1, cap, known=peaks)
-            found = largest(needs, usable_nbytes, here, high, _NEAR, needed)
-            return found or largest(needs, usable_nbytes, 1, min(high, here), _NEAR, needed)
-
-        largest_first = sorted({card.usable_nbytes for card in cards}, reverse=True)
-        sizes_on = {usable_nbytes: on(usable_nbytes) for usable_nbytes in largest_first}
-        return [sizes_on[card.usable_nbytes] for card in cards]
-
-    plain = most(keep_all(sizes.large))
-    planned = most(planner.smallest(sizes.at(_BEYOND * max(1, *plain))).lives)
-    return [(n, max(n, by_plan)) for n, by_plan in zip(plain, planned, strict=True)]
-
-
 def _counted(recorded: Recorded) -> dict[str, int]:
     return dict(recorded.assumed + Counter({f"ran {name}": n for name, n in recorded.ran.items()}))
 
@@ -404,25 +387,33 @@ def _verdict(card: OnCard) -> str:
     return "\n".join(lines)
 
 
+def _checkpointed_verdict(on: Checkpointed) -> str:
+    return "checkpointing: fits" if on.fits else f"checkpointing:\n{format_nbytes(on.missing_nbytes)} missing"
+
+
 def _time(card: OnCard) -> str:
     return "x1" if card.verdict == "fits" else f"x{card.slowdown:.2f}"
 
 
 def _size(size: int | None) -> str:
-    return f"{size}+" if size in _LARGEST.values() else str(size)
+    return f"{size}+" if size in LARGEST.values() else str(size)
 
 
-_COLUMNS: tuple[tuple[str, str, Callable[[OnCard], Most]], ...] = (
-    ("batch", "largest batch", lambda card: (card.largest_batch, card.largest_planned_batch)),
-    ("length", "longest sample", lambda card: (card.longest, card.longest_planned)),
+_COLUMNS: tuple[tuple[str, str, Callable[[OnCard], Most], Callable[[Checkpointed], int | None]], ...] = (
+    ("batch", "largest batch", lambda card: (card.largest_batch, card.largest_planned_batch), lambda c: c.largest_batch),
+    ("length", "longest sample", lambda card: (card.longest, card.longest_planned), lambda c: c.longest),
 )
-"""Size -> its column, and what is in it and in the next one, of plans."""
+"""Size -> its column, and what is in it and in the next one, of plans; and what is in it with gradient checkpointing."""
 
 
-def _assumed(assumed: dict[str, int]) -> list[str]:
+def _assumed(assumed: dict[str, int], checkpointed: bool) -> list[str]:
+    """Lines about what was assumed. `checkpointed`: whether the step was asked about with gradient checkpointing, too."""
+    off = "is off but in the rows that name it, since a plan replaces it"
+    if not checkpointed:
+        off = "is off, since a plan replaces it; --gradient-checkpointing asks about it, too"
     texts = {
         "aten::_local_scalar_dense": "numbers asked of tensors without bytes are 1.0 or 0, and conditions on all of them hold",
-        CHECKPOINTED: "gradient checkpointing is off, since a plan replaces it",
+        CHECKPOINTED: f"{CHECKPOINTED} {off}",
         "aten::topk": "topk of scores without bytes takes all equally often, as a balanced router of experts",
     }
     given = sum(n for name, n in assumed.items() if name.startswith(GIVEN))

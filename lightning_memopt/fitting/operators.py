@@ -7,15 +7,13 @@ so the memory of a step, differs by several times.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 from torch.torch_version import TorchVersion
 
@@ -23,7 +21,6 @@ from lightning_memopt.device.pretending import IS_CUDA
 from lightning_memopt.fitting.card_types import host_type
 from lightning_memopt.fitting.unfilled import Unfilled
 from lightning_memopt.torch_private import (
-    CHECKPOINT_GENERATOR,
     default_device,
     makers_on_default_device,
     no_dispatch_modes,
@@ -292,29 +289,6 @@ def _functional_batch_norm(
         return _BATCH_NORMS[1](input, running_mean, running_var, weight, bias, training, momentum, eps)
     enabled = torch.backends.cudnn.enabled
     return _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, enabled)
-
-
-@contextlib.contextmanager
-def without_checkpointing(calls: Callable[[], None]) -> Iterator[None]:
-    """Within, what is checkpointed runs plainly; `calls` is called for each. A plan replaces checkpointing, and function modes
-    are off where it runs a forward again.
-    """
-
-    def plainly(*args: Any, **kwargs: Any) -> Iterator[None]:
-        calls()
-        yield
-
-    class Plain:
-        @staticmethod
-        def apply(function: Callable[..., Any], preserves: bool, *args: Any) -> Any:
-            calls()
-            return function(*args)
-
-    with (
-        mock.patch.object(torch.utils.checkpoint, CHECKPOINT_GENERATOR, plainly),
-        mock.patch.object(torch.utils.checkpoint, "CheckpointFunction", Plain),
-    ):
-        yield
 
 
 def _dropout(*args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import ConfigError
+from lightning_memopt.fitting.patience import LIMIT_SECONDS
 
 if TYPE_CHECKING:
     from lightning_memopt.fitting.values import Values
@@ -42,8 +43,8 @@ class Options:
     device: of DEVICES: whose operators the step has. Also for functions and scripts.
     values: a function that is asked for values that steer the step (`fitting.values`), or its name, `package.module:function`.
         Also for functions and scripts.
-
-    There is no gradient checkpointing: a plan replaces it.
+    gradient_checkpointing: whether the step is asked about with gradient checkpointing, too. Also for functions and scripts.
+    time_limit: how many seconds a script may run until its fourth update, each time that it runs.
     """
 
     task: str | None = None
@@ -54,6 +55,8 @@ class Options:
     lora: int | None = None
     device: str = "cuda"
     values: str | Values | None = None
+    gradient_checkpointing: bool = False
+    time_limit: float = LIMIT_SECONDS
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -64,6 +67,8 @@ class Options:
         ):
             if value not in known:
                 raise ConfigError(f"{name} is {value!r}; give one of {', '.join(map(str, filter(None, known)))}")
+        if self.time_limit <= 0:
+            raise ConfigError(f"time_limit is {self.time_limit}; give more than 0 seconds")
         for name, number in (("batch", self.batch), ("length", self.length), ("lora", 1 if self.lora is None else self.lora)):
             if number < 1:
                 raise ConfigError(f"{name} is {number}; give 1 or more")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from unittest import mock
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memopt.batching.trials import NEVER_PLANNED
@@ -19,7 +21,8 @@ from lightning_memopt.device.determinism import varies
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.fitting.autocast import cuda_autocast
-from lightning_memopt.fitting.operators import CudaOperators, Reads, count_on_host, update_together, without_checkpointing
+from lightning_memopt.fitting.checkpointing import CHECKPOINTED, kept, refuse_none, same_random_numbers, taken_off, turned_on
+from lightning_memopt.fitting.operators import CudaOperators, Reads, count_on_host, update_together
 from lightning_memopt.fitting.sharding import UnfilledRank, of_a_card, one_rank_of
 from lightning_memopt.fitting.unfilled import Unfilled
 from lightning_memopt.fitting.values import Values
@@ -33,8 +36,6 @@ if TYPE_CHECKING:
     from lightning_memopt.bench.subject import Training
     from lightning_memopt.integrations.plain import Run
 
-CHECKPOINTED = "gradient checkpointing"
-"""What is taken off, since a plan replaces it."""
 _AS_USUAL = "MemOpt: parameters are updated after backward, as usual: "
 """How a line of a run begins that says why no parameter is updated in backward (`session/early_updates.py`)."""
 _COUNTER_NBYTES = 4
@@ -87,16 +88,6 @@ def observing(early: bool = False) -> MemOptConfig:
     )
 
 
-def observed_by(run: Run, host_nbytes: int, lines: Sequence[str] = (), cuda: bool = False) -> Observed:
-    """What a run of `observing` has observed. `lines`: what it said. `cuda`: as on a CUDA device."""
-    status = run.status()  # a step of another size, as the last batch of an epoch is, begins the observation anew
-    graph = status.graph if status.plan is not None else run.session.observed_graph
-    if cuda and graph is not None and count_on_host(run.session.optimizers):
-        graph = _counted_on_host(graph)
-    reasons = [line.removeprefix(_AS_USUAL) for line in lines if line.startswith(_AS_USUAL)]
-    return Observed(graph, f"{status.reason} {status.remedy}".strip(), host_nbytes, "".join(reasons[-1:]))
-
-
 def _counted_on_host(graph: Graph) -> Graph:
     """The graph, in which the host has the number of an optimizer's steps, and the number that is added to it."""
     added = {t for op in graph.ops if op.phase == "update" and op.name == "aten::lift_fresh" for t in op.inputs}
@@ -129,12 +120,57 @@ def marked(run: Run) -> Iterator[None]:
         yield
 
 
+class Watching:
+    """A run that observes the steps of a model, from now until `close`.
+
+    mode: is on, and is told if checkpointing is taken off. early, checkpoints: see `record`.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizers: list[Optimizer], mode: Unfilled, early: bool = False, checkpoints: bool = False
+    ) -> None:
+        from lightning_memopt.integrations.plain import open_run
+
+        self._lines: list[str] = []
+        with contextlib.ExitStack() as stack:
+            if checkpoints:
+                stack.enter_context(turned_on(model))
+            self._run = open_run(model, optimizers, observing(early), self._lines.append)
+            stack.callback(self._run.close)
+            if self._run.checkpointing is not None:
+                if checkpoints:
+                    self._run.checkpointing.restore()
+                elif self._run.checkpointing.layers:
+                    mode.assumed.update([CHECKPOINTED])
+            if early:
+                stack.enter_context(marked(self._run))
+            self._stack = stack.pop_all()
+
+    def naming(self) -> contextlib.AbstractContextManager[None]:
+        """See `session.naming`."""
+        return self._run.naming()
+
+    def observed(self, host_nbytes: int, cuda: bool) -> Observed:
+        """The last step, and why there is none. `cuda`: as on a CUDA device."""
+        status = self._run.status()  # a step of another size, as the last batch of an epoch is, begins the observation anew
+        graph = status.graph if status.plan is not None else self._run.session.observed_graph
+        if cuda and graph is not None and count_on_host(self._run.session.optimizers):
+            graph = _counted_on_host(graph)
+        reasons = [line.removeprefix(_AS_USUAL) for line in self._lines if line.startswith(_AS_USUAL)]
+        return Observed(graph, f"{status.reason} {status.remedy}".strip(), host_nbytes, "".join(reasons[-1:]))
+
+    def close(self) -> None:
+        """From now on the model trains plainly. May be called again."""
+        self._stack.close()
+
+
 def record(
     build: Callable[[], Training],
     cuda: bool = False,
     ranks: int = 1,
     values: Values | None = None,
     early: bool = False,
+    checkpoints: bool = False,
 ) -> Recorded:
     """Record a step of the training that `build` makes. No bytes of it are computed, those of its weights included.
 
@@ -142,11 +178,13 @@ def record(
     ranks: number of processes, of which this one is the first; `build` shards the model over them.
     values: gives values that steer the steps.
     early: parameters are updated in backward, as far as the step allows it.
+    checkpoints: gradient checkpointing stays, or is turned on in a model of transformers. Otherwise it is taken off.
 
-    Raises ConfigError if the steps have no forward in training, backward and update.
+    Raises ConfigError if the steps have no forward in training, backward and update, or nothing that is checkpointed although
+    it should be.
     """
     with contextlib.closing(AtSizes(build, lambda training: training, cuda, ranks, values)) as sizes:
-        return sizes.record(early=early)
+        return sizes.record(early=early, checkpoints=checkpoints)
 
 
 Made = TypeVar("Made")
@@ -170,11 +208,13 @@ class AtSizes(Generic[Made]):
         self._made: Made | None = None
         self._before_nbytes = 0
 
-    def record(self, *sizes: int, early: bool = False) -> Recorded:
+    def record(self, *sizes: int, early: bool = False, checkpoints: bool = False) -> Recorded:
         """Record a step at these sizes. Raises ConfigError as the function does."""
         if self._ranks > 1 and self._made is None:
             self._group.enter_context(one_rank_of(self._ranks))
-        made = recorded(lambda mode: self._observed(mode, sizes, early), self._cuda, mode=self._mode)
+        made = recorded(
+            lambda mode: self._observed(mode, sizes, early, checkpoints), self._cuda, mode=self._mode, checkpoints=checkpoints
+        )
         if self._ranks == 1:
             return made
         graph = of_a_card(made.graph)
@@ -186,35 +226,48 @@ class AtSizes(Generic[Made]):
         self._mode.close()
         self._group.close()
 
-    def _observed(self, mode: Unfilled, sizes: tuple[int, ...], early: bool) -> Observed:
+    def _observed(self, mode: Unfilled, sizes: tuple[int, ...], early: bool, checkpoints: bool) -> Observed:
         """A step like those that follow."""
-        from lightning_memopt.integrations.plain import open_run
-
         steps = STEPS if early else 1  # with early updates, a step ends when the next one begins
         if self._made is None:
             self._before_nbytes, steps = mode.host_nbytes, STEPS
             self._made = self._make()
         training = self._at(self._made, *sizes)
+        optimizers = [training.optimizer] if isinstance(training.optimizer, Optimizer) else list(training.optimizer)
         if self._cuda:
-            update_together([training.optimizer] if isinstance(training.optimizer, Optimizer) else training.optimizer)
-        lines: list[str] = []
-        with contextlib.closing(open_run(training.model, training.optimizer, observing(early), lines.append)) as run:
-            with run.naming(), marked(run) if early else contextlib.nullcontext():
-                for _ in range(steps):
-                    training.step()
-                return observed_by(run, self._before_nbytes, lines, self._cuda)
+            update_together(optimizers)
+        watching = Watching(training.model, optimizers, mode, early, checkpoints)
+        with contextlib.closing(watching), watching.naming():
+            for _ in range(steps):
+                training.step()
+            return watching.observed(self._before_nbytes, self._cuda)
 
 
-def recorded(observe: Observe, cuda: bool = False, values: Values | None = None, mode: Unfilled | None = None) -> Recorded:
+def recorded(
+    observe: Observe, cuda: bool = False, values: Values | None = None, mode: Unfilled | None = None, checkpoints: bool = False
+) -> Recorded:
     """`record` for what runs its steps, and is observed, by itself.
 
     mode: one in which the training was made, with its values, and which the caller closes.
     """
     if mode is None:
         with contextlib.closing(Unfilled(values)) as mode:
-            return recorded(observe, cuda, mode=mode)
-    with _same_random_numbers(), mode, _cuda(mode) if cuda else Reads(mode):
+            return recorded(observe, cuda, mode=mode, checkpoints=checkpoints)
+    operators = partial(CudaOperators if cuda else Reads, mode)
+    seen: Counter[str] = Counter()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(same_random_numbers())
+        stack.enter_context(mode)
+        stack.enter_context(operators())
+        if cuda:
+            stack.enter_context(cuda_autocast())
+        if checkpoints:
+            stack.enter_context(kept(lambda: seen.update([CHECKPOINTED]), operators, cuda))
+        elif cuda:
+            stack.enter_context(taken_off(lambda: mode.assumed.update([CHECKPOINTED])))
         observed = observe(mode)
+    if checkpoints:
+        refuse_none(seen[CHECKPOINTED])
     if observed.graph is None:
         raise ConfigError(
             "the step cannot be planned: it must run a forward of the model in training, its backward, and optimizer.step(). "
@@ -222,25 +275,6 @@ def recorded(observe: Observe, cuda: bool = False, values: Values | None = None,
         )
     graph = _without(observed.graph, observed.host_nbytes)
     return Recorded(_on_cuda(graph) if cuda else graph, Counter(mode.assumed), Counter(mode.ran), observed.as_usual)
-
-
-@contextlib.contextmanager
-def _cuda(mode: Unfilled) -> Iterator[None]:
-    """Within, ops are those that torch would choose on a CUDA device."""
-    with CudaOperators(mode), cuda_autocast(), without_checkpointing(lambda: mode.assumed.update([CHECKPOINTED])):
-        yield
-
-
-@contextlib.contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Afterwards, the random numbers are those that would have been drawn without this. (`fork_rng` keeps a tensor, which would
-    count as memory of the step.)
-    """
-    state = bytearray(torch.get_rng_state().numpy().tobytes())
-    try:
-        yield
-    finally:
-        torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8))
 
 
 def _without(graph: Graph, host_nbytes: int) -> Graph:

@@ -12,6 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -24,13 +25,13 @@ from lightning_memopt.device.pretending import cuda_is_here
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.fitting.card_types import card_types
 from lightning_memopt.fitting.operators import update_together
-from lightning_memopt.fitting.recording import Observed, marked, observed_by, observing
+from lightning_memopt.fitting.patience import LIMIT_SECONDS, Patience
+from lightning_memopt.fitting.recording import Observed, Watching
 from lightning_memopt.integrations.asking import STEPS
 from lightning_memopt.integrations.entries import trains
 
 if TYPE_CHECKING:
     from lightning_memopt.fitting.unfilled import Unfilled
-    from lightning_memopt.integrations.plain import Run
 
 _LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "mpirun", "srun")
 _LAUNCHING = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "lightning_memopt.launch")
@@ -70,19 +71,31 @@ def script_of(command: Sequence[str]) -> tuple[str, list[str], bool]:
     return words[0], words[1:], module
 
 
-def observed(command: Sequence[str], name: str = "", nbytes: int = 0, *, mode: Unfilled, early: bool = False) -> Observed:
+def observed(
+    command: Sequence[str],
+    name: str = "",
+    nbytes: int = 0,
+    *,
+    mode: Unfilled,
+    early: bool = False,
+    checkpoints: bool = False,
+    limit_seconds: float = LIMIT_SECONDS,
+) -> Observed:
     """The last of a few steps of a script.
 
     name, nbytes: of the CUDA device that it finds; without a name, it trains on the CPU.
     mode: is on.
     early: parameters are updated in backward, as far as the script allows it.
+    checkpoints: what it checkpoints stays, or is turned on in a model of transformers.
+    limit_seconds: how long it may run.
 
-    Raises ConfigError if the script ends, or raises, before that.
+    Raises ConfigError if the script ends, or raises, before that; if its time is up; and if it trains in other processes.
     """
     from lightning_memopt.integrations.launch import run
 
     script, arguments, module = script_of(command)
-    loop, ended = _Loop(mode, bool(name), early), "ended"
+    loop, ended = _Loop(mode, bool(name), early, checkpoints), "ended"
+    patience = Patience(script, limit_seconds, loop.leave_late, lambda: (loop.updates, loop.wanted))
     doing = f"{script}, run without its values,"
     remedy = "Run it by itself. If it trains, values that were not computed steer it: give package.module:function"
     eager = torch.compiler.set_stance("force_eager")  # it imports Dynamo, which keeps the `Module.__call__` that it finds
@@ -93,6 +106,7 @@ def observed(command: Sequence[str], name: str = "", nbytes: int = 0, *, mode: U
             stack.enter_context(cuda_is_here(name, nbytes))
             stack.enter_context(card_types(mode))
         stack.enter_context(loop.watched())
+        stack.enter_context(mock.patch.object(mode, "look", patience.look))
         try:
             with user_code.in_user_code(doing, remedy), _not_by_values(doing), contextlib.redirect_stdout(sys.stderr):
                 run(script, arguments, module)
@@ -102,6 +116,13 @@ def observed(command: Sequence[str], name: str = "", nbytes: int = 0, *, mode: U
             if not isinstance(error.__cause__, SystemExit):
                 raise
             ended = f"exited with {error.__cause__.code!r}" if error.__cause__.code else ended
+    if loop.is_late:
+        raise patience.error(mode.ops)
+    if loop.starts_trainers:
+        raise ConfigError(
+            f"{script} trains in processes that it starts, and what runs there cannot be recorded. Make it train in one "
+            "process, or give package.module:function."
+        )
     if loop.has_forwards and (loop.is_stuck or not loop.updates):
         raise ConfigError(
             f"{script} ran {loop.forwards} forwards without a call of optimizer.step(), and nothing else ends a step. Give "
@@ -143,6 +164,17 @@ def _as_main() -> Iterator[None]:
             sys.modules["__main__"] = main
 
 
+def _trains(process: Any) -> bool:
+    """Whether a process that is to be started will train: it gets a model, or is one of `torch.multiprocessing.spawn`. Those
+    that load data may have models within their data.
+    """
+    target = getattr(process, "_target", None)
+    if getattr(target, "__module__", "") == "torch.multiprocessing.spawn":
+        return True
+    given = (*getattr(process, "_args", ()), *getattr(process, "_kwargs", {}).values())
+    return any(isinstance(value, nn.Module) and trains(value) for value in given)
+
+
 def _no_model() -> ConfigError:
     return ConfigError(
         "the script called no module that has what its optimizers update, so there is no model to plan. Give "
@@ -157,14 +189,14 @@ class _Loop:
     updates: number of calls of `optimizer.step()` so far.
     forwards: number of calls of modules that train since the last update.
     has_forwards: whether a module that trains was called.
+    is_late: whether it was left because its time was up.
+    starts_trainers: whether it was left because it gives a model to another process.
     """
 
-    def __init__(self, mode: Unfilled, cuda: bool, early: bool) -> None:
+    def __init__(self, mode: Unfilled, cuda: bool, early: bool, checkpoints: bool) -> None:
         self._steps, self._mode = STEPS, mode  # the number of steps that are still to be recorded
         self._cuda, self._before_nbytes = cuda, mode.host_nbytes
-        self._early = early
-        self._marked = contextlib.ExitStack()
-        self._lines: list[str] = []
+        self._early, self._checkpoints = early, checkpoints
         self._saw_begin = True
         self._made = weakref.WeakSet[Optimizer]()
         self._optimizers: list[Optimizer] = []
@@ -172,12 +204,12 @@ class _Loop:
         self._is_known = False
         self._depth = 0
         self._thread, self._process = threading.get_ident(), os.getpid()
-        self._run: Run | None = None
+        self._watching: Watching | None = None
         self._updating = False
         self.forwards = 0
         self.observed: Observed | None = None
         self.updates = 0
-        self.has_forwards = False
+        self.has_forwards = self.is_late = self.starts_trainers = False
 
     @property
     def is_stuck(self) -> bool:
@@ -214,25 +246,39 @@ class _Loop:
             made(optimizer, *args, **kwargs)
             self._made.add(optimizer)
 
+        starts = BaseProcess.start
+
+        def start(process: Any) -> None:
+            if os.getpid() == self._process and _trains(process):
+                self.starts_trainers = True
+                raise _Recorded
+            starts(process)
+
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(Optimizer, "__init__", make))
+            stack.enter_context(mock.patch.object(BaseProcess, "start", start))
             stack.callback(register_optimizer_step_pre_hook(self._update_begins).remove)
             stack.callback(register_optimizer_step_post_hook(self._update_ended).remove)
             stack.enter_context(mock.patch.object(nn.Module, "__call__", call))
             stack.callback(self.close)
             yield
 
+    def leave_late(self) -> None:
+        """Leave the script, because its time is up."""
+        self.is_late = True
+        raise _Recorded
+
     def close(self) -> None:
         """End the observation. What was recorded is in `observed`. Afterwards, forwards are none of the loop's, even if a
         library that was imported within keeps calling the replaced `Module.__call__`.
         """
-        if self._run is not None:
+        if self._watching is not None:
             # on the CPU, all that the script made is on the device
             host_nbytes = self._mode.host_nbytes if self._cuda else self._before_nbytes
-            self.observed = observed_by(self._run, host_nbytes, self._lines, self._cuda)
-            self._run.close()
-        self._marked.close()
-        self._run, self._thread = None, 0
+            if not self.is_late:
+                self.observed = self._watching.observed(host_nbytes, self._cuda)
+            self._watching.close()
+        self._watching, self._thread = None, 0
         self._called.clear()
         self._optimizers.clear()
 
@@ -242,7 +288,7 @@ class _Loop:
         self.has_forwards = True
         if self.is_done or self.is_stuck:
             raise _Recorded
-        if self._run is None:
+        if self._watching is None:
             self._called[module] = None
             if self._is_known:
                 self._observe()
@@ -255,7 +301,7 @@ class _Loop:
         self.forwards = 0
         if self.updates > _SELDOM and not self.has_forwards:
             raise _Recorded
-        if self._run is None:
+        if self._watching is None:
             self._find(optimizer)
         elif optimizer is self._optimizers[-1]:
             self._steps -= self._saw_begin
@@ -275,12 +321,8 @@ class _Loop:
             self._is_known = self._is_known or (optimizer is self._optimizers[-1] and not waits)
 
     def _observe(self) -> None:
-        from lightning_memopt.integrations.plain import open_run
-
         self._saw_begin = not self._updating  # not if this forward is in the closure of an update
-        self._run = open_run(self._model(), self._optimizers, observing(self._early), self._lines.append)
-        if self._early:
-            self._marked.enter_context(marked(self._run))
+        self._watching = Watching(self._model(), self._optimizers, self._mode, self._early, self._checkpoints)
 
     def _model(self) -> nn.Module:
         """The module that was called, or a list of them. Raises ConfigError if none of them has what is trained."""

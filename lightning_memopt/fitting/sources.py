@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -37,6 +38,8 @@ class Source:
     unsized: why sizes are None.
     device: type of the device whose operators the step has.
     early: records the same step with parameters updated in backward, as far as it allows it; None: nobody can ask for that.
+    checkpointed: records the same step with gradient checkpointing; None: nobody asks for that, or can.
+    asks: whether the user asks for that. Otherwise, it is recorded if the source itself checkpoints.
     close: lets go of the model, if it was kept to be recorded at other sizes.
     """
 
@@ -47,6 +50,8 @@ class Source:
     unsized: str = ""
     device: str = "cuda"
     early: Callable[[int, int], Recorded] | None = None
+    checkpointed: Callable[[int, int], Recorded] | None = None
+    asks: bool = False
     close: Callable[[], None] = lambda: None
 
 
@@ -59,9 +64,7 @@ def source_of(spec: str | Sequence[str], options: Options, device: tuple[str, in
 
     Raises ConfigError if it is none of these, or if it does not take the options.
     """
-    words = [spec] if isinstance(spec, str) else list(spec)
-    is_script = len(words) > 1 or words[0].endswith(".py")
-    is_config = not is_script and (Path(words[0]).exists() or ":" not in words[0])
+    words, is_script, is_config = _kind(spec)
     if ranks > 1 and not is_config:
         raise ConfigError("a script or a function shards its model itself: ask about several cards with the config of a model")
     if is_script:
@@ -71,16 +74,46 @@ def source_of(spec: str | Sequence[str], options: Options, device: tuple[str, in
     return _of_function(words[0], options)
 
 
+def import_libraries(spec: str | Sequence[str]) -> None:
+    """Import what a source of this kind needs, which would be imported later; nothing if that is not installed."""
+    if _kind(spec)[2]:
+        with contextlib.suppress(ImportError):
+            import transformers
+
+            transformers.PreTrainedModel  # noqa: B018  (its module is imported with it)
+
+
+def _kind(spec: str | Sequence[str]) -> tuple[list[str], bool, bool]:
+    """The words of a source, whether they run a script, and whether they name the config of a model."""
+    words = [spec] if isinstance(spec, str) else list(spec)
+    is_script = len(words) > 1 or words[0].endswith(".py")
+    return words, is_script, not is_script and (Path(words[0]).exists() or ":" not in words[0])
+
+
 def of_training(
-    name: str, build: Callable[[int], Training], batch: int | None, device: str = "cuda", values: Values | None = None
+    name: str,
+    build: Callable[[int], Training],
+    batch: int | None,
+    device: str = "cuda",
+    values: Values | None = None,
+    asks: bool = False,
 ) -> Source:
-    """A training that a function makes for any number of samples."""
+    """A training that a function makes for any number of samples. `asks`: see `Source`."""
     cuda, unsized = not kind_of(device).is_host, "the function alone knows it"
 
-    def recording(n: int, _: int, early: bool = False) -> Recorded:
-        return record(partial(build, n), cuda, values=values, early=early)
+    def recording(n: int, _: int, early: bool = False, checkpoints: bool = False) -> Recorded:
+        return record(partial(build, n), cuda, values=values, early=early, checkpoints=checkpoints)
 
-    return Source(name, recording, batch, unsized=unsized, device=device, early=partial(recording, early=True))
+    return Source(
+        name,
+        recording,
+        batch,
+        unsized=unsized,
+        device=device,
+        early=partial(recording, early=True),
+        checkpointed=partial(recording, checkpoints=True),
+        asks=asks,
+    )
 
 
 def _of_script(command: list[str], options: Options, device: tuple[str, int]) -> Source:
@@ -89,15 +122,28 @@ def _of_script(command: list[str], options: Options, device: tuple[str, int]) ->
     _refuse(options, taken, "The script")
     values = values_of(options.values)
 
-    def recording(batch: int, length: int, early: bool = False) -> Recorded:
+    def recording(batch: int, length: int, early: bool = False, checkpoints: bool = False) -> Recorded:
         words = [word.replace("{batch}", str(batch)).replace("{length}", str(length)) for word in command]
-        on = device if options.cuda else ()
-        return recorded(lambda mode: scripts.observed(words, *on, mode=mode, early=early), options.cuda, values)
+        on, limit = device if options.cuda else (), options.time_limit
+        return recorded(
+            lambda mode: scripts.observed(words, *on, mode=mode, early=early, checkpoints=checkpoints, limit_seconds=limit),
+            options.cuda,
+            values,
+            checkpoints=checkpoints,
+        )
 
     hint = "write {batch} and {length} in the command where the script takes them"
     sizes = {size: getattr(options, size) for size in taken}
-    early = partial(recording, early=True)
-    return Source(" ".join(command), recording, **sizes, unsized=hint, device=options.device, early=early)
+    return Source(
+        " ".join(command),
+        recording,
+        **sizes,
+        unsized=hint,
+        device=options.device,
+        early=partial(recording, early=True),
+        checkpointed=partial(recording, checkpoints=True) if options.gradient_checkpointing else None,
+        asks=options.gradient_checkpointing,
+    )
 
 
 def _of_function(spec: str, options: Options) -> Source:
@@ -110,12 +156,12 @@ def _of_function(spec: str, options: Options) -> Source:
         _give_memory(training.model)
         return training
 
-    return of_training(spec, built, None, options.device, values_of(options.values))
+    return of_training(spec, built, None, options.device, values_of(options.values), options.gradient_checkpointing)
 
 
 def _refuse(options: Options, taken: tuple[str, ...], who: str) -> None:
     """Raise ConfigError for options that have no effect."""
-    taken = (*taken, "device", "values")
+    taken = (*taken, "device", "values", "gradient_checkpointing", *(("time_limit",) if who == "The script" else ()))
     given = [f.name for f in fields(Options) if f.name not in taken and getattr(options, f.name) != f.default]
     if given:
         sizes = " and ".join(f"{{{name}}}" for name in given if name in SIZES and who == "The script")
@@ -178,6 +224,8 @@ def _of_config(spec: str, options: Options, ranks: int) -> Source:
         None if task == "image-classification" else options.length,
         device=options.device,
         early=partial(sizes.record, early=True) if ranks == 1 else None,
+        checkpointed=partial(sizes.record, checkpoints=True) if options.gradient_checkpointing else None,
+        asks=options.gradient_checkpointing,
         close=sizes.close,
     )
 

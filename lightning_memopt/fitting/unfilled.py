@@ -31,6 +31,8 @@ from lightning_memopt.torch_private import (
 
 SMALL = 1 << 24
 """Maximum number of bytes of an op's inputs and outputs with which it runs for real."""
+_LOOKS = 1024
+"""After so many ops somebody may look how far a step is."""
 _META = torch.device("meta")
 _VIEWS = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::unsafe_split", "aten::unsafe_split_with_sizes"}
 """Ops that move no bytes, although neither their schemas nor their tags say so."""
@@ -68,6 +70,8 @@ class Unfilled(TorchDispatchMode):
     assumed: op that returns a number to Python -> how often the number was assumed, because the tensor is unfilled. After
         GIVEN, the op's name stands for those that `values` gave.
     ran: op without a kernel for `meta` -> how often it ran for real.
+    ops: how many ops have run.
+    look: is called with that number, each time some more have run; None: nobody looks.
     """
 
     sees_last = True  # it runs the ops, so other modes must see them first (record/modes.py)
@@ -77,6 +81,8 @@ class Unfilled(TorchDispatchMode):
         self._values = values
         self.assumed: Counter[str] = Counter()
         self.ran: Counter[str] = Counter()
+        self.ops = 0
+        self.look: Callable[[int], None] | None = None
         self._unfilled: dict[int, int] = {}  # address of a storage -> a weak reference, which keeps the address from another
         self._on_device: dict[int, int] = {}  # the same
         self._asked: dict[Hashable, Any] = {}  # op and layouts of its arguments -> what its kernel for `meta` makes
@@ -131,6 +137,9 @@ class Unfilled(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.ops += 1
+        if self.ops % _LOOKS == 0 and self.look is not None:
+            self.look(self.ops)
         with no_dispatch_modes():  # the ops that this mode itself runs are not the step's
             if func.is_view or torch.Tag.inplace_view in func.tags or func._schema.name in _VIEWS:
                 return func(*args, **kwargs)
@@ -210,7 +219,7 @@ class Unfilled(TorchDispatchMode):
                 return next(given for names, given in written if names == info.before_set)
             if schema.name in _KEEPS:
                 return self.empties(torch.empty(inputs[0].numel(), dtype=value.dtype).as_strided(value.size(), value.stride()))
-            return tree_map(self._like, value)
+            return self._like(value) if isinstance(value, torch.Tensor) else tree_map(self._like, value)
 
         if len(schema.returns) == 1:
             return of(0, made)

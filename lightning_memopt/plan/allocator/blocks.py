@@ -24,10 +24,6 @@ class Block:
     """Number of requests that its pool had received when the block became free."""
 
     @property
-    def key(self) -> tuple[int, int, int]:
-        return self.stream, self.nbytes, self.address
-
-    @property
     def alone(self) -> bool:
         return self.previous is None and self.next is None
 
@@ -44,11 +40,11 @@ class Pool:
 
     def add(self, block: Block) -> None:
         block.since = self.requests
-        insort(self.keys, block.key)
+        insort(self.keys, (block.stream, block.nbytes, block.address))
         self.at[block.address] = block
 
     def remove(self, block: Block) -> None:
-        del self.keys[bisect_left(self.keys, block.key)], self.at[block.address]
+        del self.keys[bisect_left(self.keys, (block.stream, block.nbytes, block.address))], self.at[block.address]
 
     def from_size(self, stream: int, nbytes: int) -> int:
         """The position of the stream's smallest block of at least `nbytes`; the position of the end if there is none."""

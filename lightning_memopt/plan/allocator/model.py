@@ -75,6 +75,7 @@ class Allocator:
         self.requested = self.allocated = self.reserved = 0
         self._small, self._large = Pool(True), Pool(False)
         self._blocks: dict[Hashable, Block] = {}
+        self._sizes: dict[int, int] = {}  # requested bytes -> bytes of the block
         self._next_address = 0
         self.reset_peaks()
 
@@ -126,7 +127,9 @@ class Allocator:
             return
         if name in self._blocks:
             raise ValueError(f"{name!r} is allocated already")
-        size = self.settings.rounded(nbytes)
+        size = self._sizes.get(nbytes)
+        if size is None:
+            size = self._sizes[nbytes] = self.settings.rounded(nbytes)
         pool = self._small if size <= SMALL_NBYTES else self._large
         pool.requests += 1
         block = self._found(pool, size, stream) or self._taken(pool, size, stream)
@@ -135,8 +138,10 @@ class Allocator:
         self._blocks[name] = block
         self.requested += nbytes
         self.allocated += block.nbytes
-        self.peak_requested = max(self.peak_requested, self.requested)
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        if self.requested > self.peak_requested:
+            self.peak_requested = self.requested
+        if self.allocated > self.peak_allocated:
+            self.peak_allocated = self.allocated
 
     def free(self, name: Hashable) -> None:
         """Free an allocation; unknown names (of 0 bytes) are ignored."""
@@ -170,7 +175,7 @@ class Allocator:
         i, n = pool.from_size(stream, size), len(pool.keys)
         if i == n:
             return None
-        block = pool.block(i)
+        block = pool.at[pool.keys[i][2]]
         while block.expandable and i + 1 < n and pool.keys[i + 1][0] == stream:
             following = pool.block(i + 1)
             if reach(following) >= reach(block):
@@ -182,7 +187,7 @@ class Allocator:
                 return None
             if size >= limit and block.nbytes >= size + self.settings.max_non_split_rounding_nbytes:
                 return None
-        pool.remove(block)
+        del pool.keys[i], pool.at[block.address]
         return block
 
     def _taken(self, pool: Pool, size: int, stream: int) -> Block:

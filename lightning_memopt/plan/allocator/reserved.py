@@ -141,22 +141,27 @@ class _Step:
         for life in lives:
             if life.how != "original":
                 ends.setdefault(life.freed_at, []).append(life.tensor)
-        for p, point in enumerate(graph.points):
-            self.actions += encodings.get(p, ())
-            made: list[Action] = [(span.name, span.nbytes) for span in born.get(p, ()) if span.name not in same]
+        actions, last_release = self.actions, graph.last_release
+        for p, point in enumerate(graph.points):  # at most of them, little happens
+            if p in encodings:
+                actions += encodings[p]
+            made: list[Action] = [(span.name, span.nbytes) for span in born[p] if span.name not in same] if p in born else []
             if point.kind == "op":
                 op = graph.ops[point.id]
                 if op.id in kept:
-                    self.actions.append((("state", op.id), op.state_nbytes))
+                    actions.append((("state", op.id), op.state_nbytes))
                 self._run(op, made)
-            else:
-                self.actions += made
-            self._segment(p)
-            self.actions += [(self._made[t].pop(), -1) for t in ends.get(p, ())]
-            self.actions += [(same.get(span.name, span.name), -1) for span in freed.get(p, ()) if span.name not in over]
-            if p == graph.last_release:
-                self.actions += [(("state", op), -1) for op in kept]
-            self.ends.append(len(self.actions))
+            elif made:
+                actions += made
+            if p in schedule.segments:
+                self._segment(p)
+            if p in ends:
+                actions += [(self._made[t].pop(), -1) for t in ends[p]]
+            if p in freed:
+                actions += [(same.get(span.name, span.name), -1) for span in freed[p] if span.name not in over]
+            if p == last_release:
+                actions += [(("state", op), -1) for op in kept]
+            self.ends.append(len(actions))
 
     def _run(self, op: Op, made: list[Action]) -> None:
         """Append the requests of an op that makes the blocks `made`, in the order of the op's requests if that is known.

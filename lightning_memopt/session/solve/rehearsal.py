@@ -13,7 +13,7 @@ import copy
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -140,6 +140,8 @@ class _Ledger(Outside):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return self.value
+        if _only_writes(func) and args[0] and all(t.is_meta for t in args[0]):
+            return None  # its kernels for `meta` would look at each tensor, and do nothing
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
             if isinstance(t, torch.Tensor) and self._counts(t.device):
@@ -181,6 +183,13 @@ class _Ledger(Outside):
             else:
                 live.pop(key, None)
         return pieces(self.peak_nbytes - self.live_nbytes, (n for key, n in live.items() if key not in self._storages))
+
+
+@cache
+def _only_writes(func: Any) -> bool:
+    """Whether an op only writes the tensors of its first argument, a list."""
+    schema = func._schema
+    return schema.name.startswith("aten::_foreach_") and schema.name.endswith("_") and not schema.returns
 
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +43,7 @@ for epoch in range(6):
 """
 
 
-def asked(folder: Path, text: str, *words: str, card: str = "1GiB", **options: int) -> Fit:
+def asked(folder: Path, text: str, *words: str, card: str = "1GiB", **options: Any) -> Fit:
     script = folder / "train.py"
     script.write_text(IMPORTS + text)
     return fit(["python", str(script), *words], [card], **options)
@@ -306,6 +308,53 @@ def test_a_script_finds_its_arguments_and_changes_nothing_here(tmp_path: Path) -
 def test_what_goes_wrong_in_a_script_is_said(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         asked(tmp_path, text)
+
+
+TRAINS = """
+import multiprocessing
+def trains(model):
+    raise RuntimeError("the process was started")
+if __name__ == "__main__":
+    model = model.to("cpu")
+    process = multiprocessing.get_context({how!r}).Process(target=trains, {given})
+    process.start()
+    process.join()
+"""
+
+
+@pytest.mark.parametrize("how", ["spawn", "fork"])
+@pytest.mark.parametrize("given", ["args=(model,)", "kwargs={'model': model}"])
+def test_a_script_that_trains_in_other_processes_says_so_at_once(tmp_path: Path, how: str, given: str) -> None:
+    with pytest.raises(
+        ConfigError, match="train.py trains in processes that it starts, and what runs there cannot be recorded"
+    ):
+        asked(tmp_path, MODEL + TRAINS.format(how=how, given=given))
+
+
+def test_a_script_that_spawns_its_ranks_says_so_at_once(tmp_path: Path) -> None:
+    spawns = "def rank(i): pass\nif __name__ == '__main__':\n    torch.multiprocessing.spawn(rank, nprocs=2)\n"
+    with pytest.raises(ConfigError, match="trains in processes that it starts"):
+        asked(tmp_path, MODEL + spawns)
+
+
+def test_processes_that_load_data_are_the_scripts_own(tmp_path: Path) -> None:
+    loads = LOOP.replace("shuffle=True", "shuffle=True, num_workers=1")
+    assert asked(tmp_path, MODEL + loads).fits
+
+
+def test_a_script_is_left_when_its_time_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says how far it is until then, and may catch all exceptions."""
+    caplog.set_level(logging.INFO, "lightning_memopt")
+    monkeypatch.setattr("lightning_memopt.fitting.patience._TELLS_SECONDS", 0.5)
+    stays = "for _ in range(1 << 30):\n    try:\n        model(torch.randn(4, 256))\n    except Exception:\n        pass\n"
+    said = r"train.py has made 0 of 4 updates within 2 s, in which [\d,]+ operators ran without being computed. Make its steps"
+    with pytest.raises(ConfigError, match=said):
+        asked(tmp_path, MODEL + "model.eval()\n" + stays, time_limit=2.0)
+    assert "MemOpt: after 1 s, " in caplog.text
+    with pytest.raises(ConfigError, match="time_limit is 0; give more than 0 seconds"):
+        asked(tmp_path, MODEL + LOOP, time_limit=0)
 
 
 def test_the_table_says_how_to_ask_about_sizes(tmp_path: Path) -> None:
