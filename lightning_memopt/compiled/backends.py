@@ -53,10 +53,10 @@ def backends() -> Any:
     return sys.modules.get(AOT_BACKENDS)
 
 
-def asked_here(seams: Seams[Asked], default: Splitter) -> Splitter:
+def asked_here(asked: Iterable[Asked], default: Splitter) -> Splitter:
     """The partitioner to use instead of `default` for what this thread compiles."""
     here = threading.get_ident()
-    for thread, asking in tuple(seams.listeners):
+    for thread, asking in asked:
         if thread == here:
             default = asking(default)
     return default
@@ -70,9 +70,7 @@ def _entry(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     partitioner = options.get("partition_fn", split_in_place)
     by_inductor = getattr(partitioner, "__module__", None) == INDUCTOR
     if not by_inductor:  # Inductor uses its own setting, and reports its code
-        for one in compiling:
-            partitioner = one.asked[1](partitioner)
-        options["partition_fn"] = partitioner
+        options["partition_fn"] = asked_here((one.asked for one in compiling), partitioner)
         options.update({name: _telling(options[name]) for name in _COMPILERS if options.get(name) is not None})
     elif options.get(_OF_BACKWARD) is not None:
         options[_OF_BACKWARD] = _heard(options[_OF_BACKWARD], [one.in_backward for one in compiling])

@@ -80,7 +80,7 @@ def _partitioner() -> Any:
             self._default = default
 
         def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Split:
-            return asked_here(_inductor_seams, self._default)(gm, joint_inputs, **options)
+            return asked_here(tuple(_inductor_seams.listeners), self._default)(gm, joint_inputs, **options)
 
         def __deepcopy__(self, memo: Any) -> Any:
             return self
