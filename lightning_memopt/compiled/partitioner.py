@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import fx
 
-from lightning_memopt.compiled.backends import Asked, Compiling, Split, Splitter, asked_here, backends, entry_seams
+from lightning_memopt.compiled.backends import PLANNED, Asked, Compiling, Split, Splitter, asked_here, backends, entry_seams
 from lightning_memopt.compiled.halves import Halves, halves_of
 from lightning_memopt.compiled.joint import Joint
 from lightning_memopt.compiled.kernels import Ordering, asked_to_order
@@ -80,7 +80,7 @@ def _partitioner() -> Any:
             self._default = default
 
         def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Split:
-            return asked_here(_inductor_seams, self._default)(gm, joint_inputs, **options)
+            return asked_here(tuple(_inductor_seams.listeners), self._default)(gm, joint_inputs, **options)
 
         def __deepcopy__(self, memo: Any) -> Any:
             return self
@@ -110,11 +110,13 @@ def asked_to_split(asking: Callable[[Splitter], Splitter], ordering: Ordering | 
     """
     asked: Asked = threading.get_ident(), asking
 
-    def meanwhile(by_inductor: bool) -> list[Listening]:
-        order = [] if ordering is None else asked_to_order(ordering)
-        return [(_cache_seams, asked), (_inductor_seams, asked), *order] if by_inductor else [(_cache_seams, asked)]
+    def order() -> list[Listening]:
+        return [] if ordering is None else asked_to_order(ordering)
 
-    return entry_seams, Compiling(asked, meanwhile)
+    def meanwhile(by_inductor: bool) -> list[Listening]:
+        return [(_cache_seams, asked), (_inductor_seams, asked), *order()] if by_inductor else [(_cache_seams, asked)]
+
+    return entry_seams, Compiling(asked, meanwhile, order)
 
 
 def _set(stack: contextlib.ExitStack, config: Any, name: str, value: Any) -> None:
@@ -224,7 +226,9 @@ class Regions:
         # Inductor's reordering would undo the plan's order. Where it was tried, it lowered no peak and raised some.
         _set(self._own_order, inductor_config(), "reorder_for_peak_memory", False)
         try:
-            return as_written(copied, inputs, **options)
+            halves = as_written(copied, inputs, **options)
+            halves[1].meta[PLANNED] = True
+            return halves
         except Exception as error:
             self._cannot_plan(error)
             region.forgotten = True  # it is not a stage of a step any more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch._inductor import config
 
 from lightning_memopt.compiled import Kernels, asked_to_order, kernels
+from lightning_memopt.compiled.partitioner import Regions
 from lightning_memopt.record import listening_to
 from lightning_memopt.session.regions import kernel_order
 from lightning_memopt.session.regions.kernel_order import KernelOrder, problem_of
@@ -198,6 +200,28 @@ def test_a_session_asks_for_the_order_of_what_is_compiled(monkeypatch: pytest.Mo
 
     train(made, "min", steps=4)
     assert len(asked) >= 2
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_backward_is_asked_about_once_whenever_and_wherever_it_is_compiled(dynamic: bool) -> None:
+    """torch compiles it when it first runs; where sizes are symbols, with the forward."""
+    asked: list[Kernels] = []
+    x, wide, narrow = branched()
+    expected = torch.autograd.grad(branches(x.requires_grad_(), wide, narrow).sum(), x)[0]
+    with Regions().listening(lambda of_nodes: asked.append(of_nodes)):
+        loss = torch.compile(branches, dynamic=dynamic)(x, wide, narrow).sum()
+    assert len(asked) == (2 if dynamic else 1)
+
+    def backward() -> None:
+        with config.patch(fx_graph_cache=False):  # settings are those of a thread
+            loss.backward()
+
+    running = threading.Thread(target=backward)
+    running.start()
+    running.join()
+    assert len(asked) == 2
+    assert x.grad is not None and torch.allclose(x.grad, expected, rtol=1e-3, atol=1e-2)
+    assert config._post_fusion_custom_pass is None
 
 
 @pytest.mark.parametrize("gap", [0.0005, 0.01])
