@@ -2,9 +2,8 @@
 
 FSDP2 gathers weights on one stream and reduces gradients on another. torch's caching allocator gives a block back to the stream
 that it was made for, so each of these streams has a pool of its own, which stays reserved when nothing in it is used: the
-buffers of gathered weights during most of a step, and the reduced gradients in all of the forward. (`foreach_all_gather` and
-`foreach_reduce` of torch.distributed.fsdp._fully_shard._fsdp_collectives; of two cards to eight, these pools are 10 to 17 %
-of what is reserved.)
+buffers of gathered weights during most of a step, and the reduced gradients in all of the forward. (torch's functions
+`foreach_all_gather` and `foreach_reduce`; of two cards to eight, these pools are 10 to 17 % of what is reserved.)
 """
 
 from __future__ import annotations
