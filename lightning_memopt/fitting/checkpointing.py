@@ -148,7 +148,9 @@ class _Again:
     """
 
     def __init__(self, given: Context, again: Context, drawn: bytearray | None) -> None:
-        self._given, self._again, self._drawn = given, again, drawn
+        self._given = given
+        self._again = again
+        self._drawn = drawn
 
     def __enter__(self) -> None:
         with contextlib.ExitStack() as stack:

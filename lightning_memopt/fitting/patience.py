@@ -25,7 +25,10 @@ class Patience:
     def __init__(
         self, script: str, limit_seconds: float, up: Callable[[], None], updates: Callable[[], tuple[int, int]]
     ) -> None:
-        self._script, self._limit, self._up, self._updates = script, limit_seconds, up, updates
+        self._script = script
+        self._limit = limit_seconds
+        self._up = up
+        self._updates = updates
         self._began = self._told = monotonic()
 
     def look(self, operators: int) -> None:

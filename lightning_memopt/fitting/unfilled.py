@@ -32,7 +32,7 @@ from lightning_memopt.torch_private import (
 SMALL = 1 << 24
 """Maximum number of bytes of an op's inputs and outputs with which it runs for real."""
 _LOOKS = 1024
-"""After so many ops somebody may look how far a step is."""
+"""Number of ops between two calls of `Unfilled.look`."""
 _META = torch.device("meta")
 _VIEWS = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::unsafe_split", "aten::unsafe_split_with_sizes"}
 """Ops that move no bytes, although neither their schemas nor their tags say so."""

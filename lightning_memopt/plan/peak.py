@@ -189,7 +189,9 @@ def stacks(graph: Graph, lives: Iterable[Life]) -> dict[str, list[int]]:
     `simulate`.
     """
     lives = tuple(lives)
-    schedule, scores, n = lower(graph, lives), logits(graph), len(graph.points)
+    schedule = lower(graph, lives)
+    scores = logits(graph)
+    n = len(graph.points)
     levels = {structure: Levels(n) for structure in STRUCTURES}
     born: dict[int, list[Part]] = {}
     for part in _named(_parts(graph, lives, schedule), scores):

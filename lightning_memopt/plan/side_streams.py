@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
 
 from lightning_memopt.graph import BEFORE, POOLS, UNRECORDED, Graph, Tensor
 from lightning_memopt.plan.allocator.model import Allocator
@@ -46,8 +45,7 @@ def with_pools(graph: Graph, reduced_nbytes: int | None = None) -> Graph:
         tensors.append(t)
     nbytes = pool_nbytes(gathered, reduced if reduced_nbytes is None else reduced_nbytes)
     pools = Tensor(id=0, name=POOLS, nbytes=nbytes, kind="temporary", storage=0, born_at=BEFORE, freed_at=last)
-    ids = count(len(tensors))
-    tensors += [replace(t, id=id, storage=id) for t, id in zip((*temporaries, pools), ids, strict=False)]
+    tensors += [replace(t, id=id, storage=id) for id, t in enumerate((*temporaries, pools), len(tensors))]
     return replace(graph, tensors=tuple(tensors))
 
 
