@@ -21,6 +21,7 @@ OnExceed = Literal["replan", "warn", "raise"]
 EarlyUpdating = Literal["never", "auto", "always"]
 OFFLOAD = ("none", "auto", "host", "disk")
 COMPRESS = ("none", "lossless", "lossy")
+TILE = ("off", "exact")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,9 @@ class MemOptConfig:
         pool: `"planned"`: tensors of a planned step get addresses in one arena, which are planned from the requests of the
             previous step (on CUDA: for each stream, not yet tried on a GPU). Requests that differ from the planned ones are
             served by the ordinary allocator, and counted. None: the ordinary allocator serves all requests.
+        tile: `"exact"`: where the budget needs it, a loss head runs in tiles, so that logits and their gradients are never whole
+            (the linear layer before a cross-entropy of hard targets). Observed steps compare the bits of tiles with those of
+            the whole ops, on this machine; where they differ, the head stays whole, and one line says so. `"off"`: never.
         compile: compile the model's repeated blocks with `torch.compile` (Inductor) during the run, or the whole model if it
             has none. A model that is already compiled stays as it is. Compiled code rounds differently from eager code.
         verify: compare rebuilt tensors bit by bit with the originals in observed steps, and by checksum in the first planned
@@ -86,6 +90,7 @@ class MemOptConfig:
     on_exceed: OnExceed = "replan"
     plan: str | os.PathLike[str] | None = None
     pool: str | None = None
+    tile: str = "off"
     compile: bool = False
     verify: bool = True
     report: str | os.PathLike[str] | None = None
@@ -122,6 +127,8 @@ class MemOptConfig:
             )
         if self.pool not in (None, "planned"):
             raise ConfigError(f"pool is {self.pool!r}; use 'planned' or None.")
+        if self.tile not in TILE:
+            raise ConfigError(f"tile is {self.tile!r}; use {' or '.join(map(repr, TILE))}.")
         if self.report is not None and not _is_page(self.report):
             raise ConfigError(f"report is {self.report!r}; give the path of a page, which ends with .html, or None.")
         if self.objective == "flops" and (self.offload, self.compress) != ("none", "none"):
@@ -168,6 +175,7 @@ class PlanOptions(TypedDict, total=False):
     on_exceed: OnExceed
     plan: str | os.PathLike[str] | None
     pool: str | None
+    tile: str
     compile: bool
     verify: bool
     report: str | os.PathLike[str] | None

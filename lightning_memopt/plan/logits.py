@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from math import prod
 
-from lightning_memopt.graph import BEFORE, Graph
+from lightning_memopt.graph import BEFORE, Graph, Op
 
+_SOFTMAX = "aten::_log_softmax"
 _LOSSES = (
-    "aten::_log_softmax",
+    _SOFTMAX,
     "aten::binary_cross_entropy_with_logits",
     "aten::multi_margin_loss",
     "aten::multilabel_margin_loss_forward",
@@ -41,6 +42,21 @@ def logits(graph: Graph) -> frozenset[int]:
             widest = max(read, key=lambda t: _values(graph, t))
             found.update(t for t in op.outputs if _alike(graph, t, widest))
     return frozenset(found)
+
+
+def head_of(graph: Graph) -> Op | None:
+    """The product of matrices that makes the largest logits of which a loss takes the logarithm of a softmax; None if there is
+    none. The loss may be computed by the model, or by the loop.
+    """
+    found: list[Op] = []
+    for op in graph.ops:
+        if op.name == _SOFTMAX and op.inputs:
+            maker = graph.producers.get(op.inputs[0])
+            while maker is not None and not maker.heavy and maker.inputs:
+                maker = graph.producers.get(maker.inputs[0])
+            if maker is not None and maker.heavy and _alike(graph, maker.outputs[0], op.inputs[0]):
+                found.append(maker)
+    return max(found, key=lambda op: graph.tensors[op.outputs[0]].nbytes, default=None)
 
 
 def _values(graph: Graph, tensor: int) -> int:

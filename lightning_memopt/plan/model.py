@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lightning_memopt.units import format_nbytes
+
 How = Literal["original", "rebuild", "fetch"]
 Objective = Literal["throughput", "flops"]
 """What the frontier trades bytes for: extra seconds ("throughput") or extra FLOPs ("flops"). Among plans with equal FLOPs, the
@@ -119,6 +121,24 @@ class RegionPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TiledHead:
+    """A loss head that runs in tiles: the logits, what the loss makes of them, and their gradients are never whole.
+
+    module: the path of the module that makes the logits; "" for the model itself.
+    classes: the number of columns of the logits.
+    rows: how many rows a tile of rows has: in the forward, and for the gradient of the hidden states.
+    columns: how many columns a tile of columns has, for the gradient of the weight; 0 if the weight is frozen.
+    unmade_nbytes: bytes of the largest tensor that is never whole.
+    """
+
+    module: str
+    classes: int
+    rows: int
+    columns: int
+    unmade_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Addresses:
     """The addresses that a plan gives to the requests of a step, in one arena that serves every step.
 
@@ -159,6 +179,7 @@ class Plan:
     updates: ids of the parameters that are updated in backward, in the order of their updates. The others keep their gradients
         until the update after backward.
     regions: what was decided for each compiled region of the step. A region is a stage of the graph.
+    tiles: the loss heads that run in tiles. The graph is that of a step in which they do.
     addresses: the addresses of a step's requests; None without a planned pool, and until a step by this plan has shown its
         requests.
     solver: name of the solver that found the plan.
@@ -179,6 +200,7 @@ class Plan:
     unmodified_peak_nbytes: int
     updates: tuple[int, ...] = ()
     regions: tuple[RegionPlan, ...] = ()
+    tiles: tuple[TiledHead, ...] = ()
     addresses: Addresses | None = None
     step_seconds: float = 0.0
     lower_bound_seconds: float = 0.0
@@ -196,6 +218,19 @@ class Plan:
     @property
     def predicted_seconds(self) -> float:
         return self.step_seconds + self.predicted.seconds
+
+
+def tiles_text(tiles: Sequence[TiledHead]) -> str:
+    """A text: which loss heads run in tiles, and of which sizes."""
+    texts = []
+    for head in tiles:
+        by_columns = f" and {head.columns:,} columns" if head.columns else ""
+        name = head.module or "the model"
+        texts.append(
+            f"the loss head of {name} runs in tiles of {head.rows:,} rows{by_columns}; {format_nbytes(head.unmade_nbytes)} of "
+            "logits are never whole"
+        )
+    return "; ".join(texts)
 
 
 def regions_text(regions: Sequence[RegionPlan]) -> str:

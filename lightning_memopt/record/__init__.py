@@ -33,6 +33,7 @@ R11. Each forward has one lock, because autograd may ask on any thread and on an
 from lightning_memopt.record.backwards import before_backwards
 from lightning_memopt.record.calls import (
     around_calls,
+    around_innermost,
     beneath_calls,
     compiled_modules,
     eager_modules,
@@ -75,6 +76,7 @@ __all__ = [
     "Tape",
     "View",
     "around_calls",
+    "around_innermost",
     "before_backwards",
     "beneath_calls",
     "around_compiled",

@@ -59,6 +59,8 @@ _watched: dict[int, _Watched] = {}
 """Identity of a module -> the module."""
 _entries: dict[int, _Entry] = {}
 """Identity of a module whose calls are seen by `beneath_calls` -> what a call of it runs. The module may be freed meanwhile."""
+_innermost: dict[int, _Watched] = {}
+"""Identity of a module -> the module, of those whose calls are seen by `around_innermost`."""
 _seams: dict[type[nn.Module], bool] = {}
 """The classes with a seam, and whether they had an attribute of that name before (only `nn.Module` itself has)."""
 _often: Counter[type[nn.Module]] = Counter()
@@ -84,7 +86,9 @@ class _Seam:
         if watched is not None:
             return watched.call
         entry = _entry_of(module) if _entries else None
-        return module.__dict__.get(CALL) if entry is None else partial(_entered, module, entry)
+        if entry is not None:
+            return partial(_entered, module, entry)
+        return unwatched_call(module) if id(module) in _innermost else module.__dict__.get(CALL)
 
     def __set__(self, module: nn.Module, value: Any) -> None:
         module.__dict__[CALL] = value
@@ -117,7 +121,9 @@ _SEAM, _SEAM_OF_WRAPPERS = _Seam(), _SeamOfWrappers()
 def unwatched_call(module: nn.Module) -> Callable[..., Any]:
     """The function that a call of the module runs when nobody listens to the module."""
     own = module.__dict__.get(CALL)
-    return module._call_impl if own is None else own
+    call = module._call_impl if own is None else own
+    inner = _innermost.get(id(module)) if _innermost else None
+    return call if inner is None else partial(inner.call, call)
 
 
 @uncompiled
@@ -154,7 +160,8 @@ def _sweep(left: Iterable[type[nn.Module]]) -> None:
         if not idle:
             return
         entered = (entry.weak() for entry in _entries.values())
-        for module in (*(watched.module for watched in _watched.values()), *(m for m in entered if m is not None)):
+        watched = (each.module for each in (*_watched.values(), *_innermost.values()))
+        for module in (*watched, *(m for m in entered if m is not None)):
             idle.discard(next(base for base in type(module).__mro__ if base in _seams))
         wrappers = wrapper_class()
         if _watched:
@@ -267,6 +274,37 @@ def around_calls(modules: Iterable[nn.Module], before: Told, after: Told) -> con
     """
     eager = (m for m in modules if m.__dict__.get(CALL) is None)
     return _watching(_Watched(m, partial(_call, m, before, after), None) for m in eager)
+
+
+@uncompiled_itself
+def _around(module: nn.Module, before: Told, after: Told, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    _tell(before, module)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        _tell(after, module)
+
+
+def _leave_innermost(module: nn.Module) -> None:
+    with _lock:
+        _innermost.pop(id(module), None)
+    _sweep([type(module)])
+
+
+@contextlib.contextmanager
+def around_innermost(module: nn.Module, before: Told, after: Told) -> Iterator[None]:
+    """Like `around_calls` for one module, which may have other listeners, too: they begin before and end after this one."""
+    watched = _Watched(module, partial(_around, module, before, after), None)
+    try:
+        with _lock:
+            _put_seam(type(module))
+            _innermost[id(module)] = watched
+        yield
+    finally:
+        try:
+            _leave_innermost(module)
+        finally:
+            _leave_innermost(module)  # does nothing, unless the first call was interrupted
 
 
 def _enter(module: nn.Module, name: str, call: Callable[..., Any]) -> None:

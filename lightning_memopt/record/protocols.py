@@ -1,5 +1,5 @@
 """The listeners of a recorder: the `Owner` of the forward and its `Holdings`, which decide what is held of every storage
-version, and an optional `Observer`, which is told when each op begins and ends.
+version, an optional `Observer`, which is told when each op begins and ends, and optional `Tiles`.
 """
 
 from __future__ import annotations
@@ -59,6 +59,12 @@ class Observer(Protocol):
     def ran(self) -> None: ...
     def end(self, record: OpRecord, args: tuple, kwargs: dict, out: Any) -> None: ...
     def resized(self, old: StorageVersion, new: StorageVersion) -> None: ...
+
+
+class Tiles(Protocol):
+    """A loss head that runs in tiles. `took`: the last op made or read a tensor without bytes, so it cannot run again alone."""
+
+    took: bool
 
 
 class Holdings(Protocol):

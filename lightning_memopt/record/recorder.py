@@ -16,7 +16,7 @@ from lightning_memopt.device.places import device_of_call, generator_of_call
 from lightning_memopt.record.arguments import captured, fresh, read
 from lightning_memopt.record.devices import may_run_again
 from lightning_memopt.record.modes import Outside
-from lightning_memopt.record.protocols import Observer, OpRecord, Owner
+from lightning_memopt.record.protocols import Observer, OpRecord, Owner, Tiles
 from lightning_memopt.record.rules import KNOWN, blocking, rule_of_call, written_by
 from lightning_memopt.record.settings import numeric_flags
 from lightning_memopt.record.tape import OUTSIDE, OVERWRITTEN, UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, recount
@@ -53,6 +53,7 @@ class Recorder(Outside):
         self.meets: Callable[[StorageVersion, torch.Tensor], None] | None = None  # called before an op reads a version
         self.runs: Callable[[OpOverload, tuple], OpOverload] | None = None  # the op to run for an op of backward
         self.ends: Callable[[], bool] | None = None  # called before an op: whether the forward has ended unseen
+        self.tiles: Tiles | None = None
         self.capturing = True
         self.elsewhere = False
         self.fixed: frozenset[int] = frozenset()  # ops that never run again: what they read is overwritten before a rebuild
@@ -252,6 +253,8 @@ class Recorder(Outside):
             like = {"dtype": out.dtype, "device": out.device}
             record.call = Call(op, _EMPTY_STRIDED, (out.size(), out.stride()), like, (), False)
             record.recomputable = True
+        if self.tiles is not None and self.tiles.took:
+            record.call, record.recomputable = None, False
         new = fresh(out, self) if native is None else native.fresh(out, self.of_storage)
         if new or rule.unshared:
             record.made = self._outputs(out, new, record)

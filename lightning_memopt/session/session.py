@@ -62,6 +62,7 @@ from lightning_memopt.session.solve.refusals import refuse_hopeless, refuse_shar
 from lightning_memopt.session.solve.solving import Solved
 from lightning_memopt.session.status import RunStatus, Transfers, status_of, transfers_of
 from lightning_memopt.session.step import Step
+from lightning_memopt.session.tiling import Tiling
 from lightning_memopt.trace import backward_runs
 from lightning_memopt.versions import supported
 
@@ -100,6 +101,7 @@ class Session:
         self.pool = Pooling(config, self.device, self.say)
         if config.pool is not None:
             self._parts.add(self.pool)
+        self._tiling = self._parts.add(Tiling(model, config, self._agreement.alone, self.say))
         self._neighbours = self._parts.add(Neighbours(self.device, self.budget_nbytes))
         self._early: EarlyUpdating | None = None
         self._attachment: Attachment | None = None
@@ -182,7 +184,7 @@ class Session:
         self._look_ahead(self._observed_step.now)
 
     def _look_ahead(self, observation: Observation | None) -> None:
-        state, early, savable = self._current, self._early, self._compiled.savable_nbytes
+        state, early = self._current, self._early
         others = [] if self._attachment is None or observation is None else self._attachment.others()
         try:
             names, refusal = early.shown(observation) if early is not None and isinstance(state, Observing) else (None, None)
@@ -192,13 +194,16 @@ class Session:
                 if refusal is not None:
                     raise refusal
                 if observation is not None and not backward_runs():  # one that steps in a hook does not end the backward
-                    self.foresight.look(observation, self.budget_nbytes, self._offloading, self.say, others, savable)
+                    self.foresight.look(observation, self.budget_nbytes, self._offloading, self.say, others, self._savable_nbytes)
             if early is not None and isinstance(state, Observing) and shown is not None:
                 state.for_early = early.agreed(self._agreement.early)
         except BaseException:
             if not in_compiled_code():  # see `update_ended`; the end of the run leaves it
                 self._observed_step.abandon()
             raise
+
+    def _savable_nbytes(self, surely: bool) -> int:
+        return self._compiled.savable_nbytes(surely) + (0 if surely else self._tiling.savable_nbytes())
 
     def update_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has updated its parameters. The last optimizer ends the step, or else the next forward does."""
@@ -353,12 +358,12 @@ class Session:
                 tell_state(state, self._limit_nbytes)
         self._step.began = True
         if isinstance(state, Observing | Waiting):
-            return self._observe(state, batch)
+            return self._tiling.recorded(self._observe(state, batch))
         self.silence.heard()
         self._metering.begin(self.model, self.optimizers, batch, self.device, isinstance(state, Running) and state.measures)
         recording = self._run(state) if isinstance(state, Running) else None
         self._ends.planned(None if recording is None else recording.engine)
-        return recording
+        return self._tiling.recorded(recording)
 
     def _has_changed(self) -> None:
         """Drop all plans if the model has moved to another device, or DistributedDataParallel has new buckets of gradients."""
@@ -487,10 +492,15 @@ class Session:
             self._become(state, cache.afresh(state, regions.changed))
             return
 
+        if self._tiling.observes_again(graph, limit, machine):
+            self._become(state, cache.afresh(state, changed=False))
+            return
+
         def solve(step: Graph) -> Solved:
             return regions.in_plans(self._agreement.plan_for(step, limit, self._offloading, self.say, machine, self._foreseen))
 
-        self._become(state, cache.take_graph(state, graph, self.say, solve))
+        solve_in_tiles = partial(self._tiling.solved, limit_nbytes=limit, machine=machine, solve=solve)
+        self._become(state, cache.take_graph(state, graph, self.say, solve_in_tiles))
 
     def _become(self, old: State, new: State) -> None:
         if new is not old:

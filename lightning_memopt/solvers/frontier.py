@@ -16,6 +16,7 @@ from lightning_memopt.plan import (
     Plan,
     Prediction,
     RegionPlan,
+    TiledHead,
     at_least,
     early,
     fewest,
@@ -78,6 +79,7 @@ class Frontier:
     smallest: a plan that reserves at most `smallest_nbytes`; None without `reserve`.
     searched: whether plans were searched for. If not, the only plan is one that was known.
     regions: what was decided for the step's compiled regions. It is part of each of these plans.
+    tiles: the loss heads that run in tiles in the observed step, and so under each of these plans.
     others: plans made for the step without early updates, if early updates take time. They may need fewer early updates.
     cut_off: whether time ran out before the plans for few bytes were made. If so, smaller plans may exist.
     """
@@ -94,6 +96,7 @@ class Frontier:
     cut_off: bool = False
     searched: bool = True
     regions: tuple[RegionPlan, ...] = ()
+    tiles: tuple[TiledHead, ...] = ()
 
     @cached_property
     def reserve(self) -> Callable[[tuple[Life, ...]], int] | None:
@@ -169,7 +172,7 @@ class Frontier:
 
     def plan(self, budget_nbytes: int) -> Plan:
         """The plan for a budget, with its bound. Raises InfeasibleError as `within`."""
-        return replace(self._with_updates(self._plan(budget_nbytes)), regions=self.regions)
+        return replace(self._with_updates(self._plan(budget_nbytes)), regions=self.regions, tiles=self.tiles)
 
     def _plan(self, budget_nbytes: int) -> Plan:
         """The plan for a budget if every parameter that may be updated early is."""

@@ -1,6 +1,7 @@
 // The whole module as one unit: torch's headers take longer to read than everything else to compile.
 #include "backward.cpp"
 #include "guards.cpp"
+#include "hollow.cpp"
 #include "hooks.cpp"
 #include "interpreter.cpp"
 #include "making.cpp"

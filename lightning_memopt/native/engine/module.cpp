@@ -5,6 +5,7 @@
 
 #include "backward.h"
 #include "guards.h"
+#include "hollow.h"
 #include "hooks.h"
 #include "interpreter.h"
 #include "matching.h"
@@ -231,6 +232,10 @@ PyMethodDef methods[] = {
     {"row", fast(row), METH_FASTCALL, nullptr},
     {"handle", fast(new_handle), METH_FASTCALL, nullptr},
     {"alias", alias, METH_O, nullptr},
+    {"hollow", fast(hollow), METH_FASTCALL, nullptr},
+    {"recipe", recipe, METH_O, nullptr},
+    {"hollow_view", fast(hollow_view), METH_FASTCALL, nullptr},
+    {"fill", fast(fill), METH_FASTCALL, nullptr},
     {"untrack", untrack, METH_O, nullptr},
     {"lonely", fast(lonely), METH_FASTCALL, nullptr},
     {"ungraded_nbytes", ungraded_nbytes, METH_O, nullptr},

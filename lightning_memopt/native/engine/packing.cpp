@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "hollow.h"
 #include "making.h"
 #include "objects.h"
 #include "progress.h"
@@ -68,7 +69,7 @@ py::object pack(const Packing& packing, py::handle engine, const at::Tensor& t) 
   const auto keep = [&] {
     return kept(t, py::reinterpret_steal<py::object>(PyTuple_Pack(2, packing.names.ptr(), py::int_(position).ptr())));
   };
-  if (!is_ordinary(t)) return keep();
+  if (!is_ordinary(t) || is_hollow(t)) return keep();
   const auto version = py::reinterpret_borrow<py::object>(reinterpret_cast<Storages*>(packing.of_storage.ptr())->at(t));
   if (!version) return keep();
   PyObject* const v = version.ptr();

@@ -1,0 +1,102 @@
+#include "hollow.h"
+
+#include <ATen/ops/empty.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <utility>
+
+#include "tensors.h"
+
+namespace memopt {
+namespace {
+
+namespace py = pybind11;
+
+constexpr const char* kAddress = "address";
+
+const at::Tensor& tensor_at(PyObject* const* args, Py_ssize_t i) {
+  if (!THPVariable_Check(args[i])) throw py::type_error("no tensor");
+  return THPVariable_Unpack(args[i]);
+}
+
+c10::StorageImpl* storage_of(const at::Tensor& t) {
+  return t.has_storage() ? t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() : nullptr;
+}
+
+// The storage is freed or filled: it no longer owns its recipe.
+void disown(void* recipe) {
+  if (!Py_IsInitialized()) return;
+  const py::gil_scoped_acquire locked;
+  PyObject* const object = static_cast<PyObject*>(recipe);
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);  // a storage may be freed while an exception is on its way
+  if (PyObject_SetAttrString(object, kAddress, Py_None) < 0) PyErr_WriteUnraisable(object);
+  Py_DECREF(object);
+  PyErr_Restore(type, value, trace);
+}
+
+// The recipe that a storage owns; null if there is none. Borrowed.
+PyObject* recipe_in(c10::StorageImpl* storage) {
+  if (storage == nullptr || storage->nbytes() != 0) return nullptr;
+  const at::DataPtr& data = storage->_mutable_data_ptr_no_checks();
+  return data.get_deleter() == &disown ? static_cast<PyObject*>(data.get_context()) : nullptr;
+}
+
+}  // namespace
+
+bool is_hollow(const at::Tensor& t) { return recipe_in(storage_of(t)) != nullptr; }
+
+PyObject* hollow(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  HANDLE_TH_ERRORS
+  if (n != 4 || !THPDevice_Check(args[1])) throw py::type_error("hollow(like, device, message, recipe)");
+  const at::Tensor& like = tensor_at(args, 0);
+  const at::Device device = reinterpret_cast<THPDevice*>(args[1])->device;
+  auto message = py::handle(args[2]).cast<std::string>();
+  const c10::impl::ExcludeDispatchKeyGuard unseen(kModes);
+  at::Tensor made = at::empty({0}, at::TensorOptions().dtype(like.dtype()).device(device));
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides());
+  c10::StorageImpl* const storage = storage_of(made);
+  py::setattr(args[3], kAddress, py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(storage)));
+  storage->set_data_ptr_noswap(at::DataPtr(nullptr, Py_NewRef(args[3]), &disown, made.device()));
+  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(std::move(message));
+  return wrapped(made).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* hollow_view(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  HANDLE_TH_ERRORS
+  if (n != 3) throw py::type_error("hollow_view(hollow, like, offset)");
+  at::Tensor made = alias_of(tensor_at(args, 0));
+  const at::Tensor& like = tensor_at(args, 1);
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), PyLong_AsLongLong(args[2]));
+  return wrapped(made).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* recipe(PyObject*, PyObject* t) {
+  HANDLE_TH_ERRORS
+  PyObject* const found = recipe_in(storage_of(tensor_at(&t, 0)));
+  return Py_NewRef(found == nullptr ? Py_None : found);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* fill(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  HANDLE_TH_ERRORS
+  if (n != 2) throw py::type_error("fill(recipe, value)");
+  const py::object address = py::getattr(args[0], kAddress);
+  if (address.is_none()) throw py::value_error("the hollow tensor was freed, or has its bytes");
+  auto* const to = static_cast<c10::StorageImpl*>(PyLong_AsVoidPtr(address.ptr()));
+  c10::StorageImpl* const from = storage_of(tensor_at(args, 1));
+  const size_t nbytes = from->nbytes();
+  to->clear_data_ptr_access_error_msg_();
+  to->set_data_ptr_noswap(from->set_data_ptr(at::DataPtr(nullptr, from->device())));  // disowns the recipe
+  to->set_nbytes(nbytes);
+  from->set_nbytes(0);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+}  // namespace memopt

@@ -1,0 +1,24 @@
+// Hollow tensors: sizes, strides and dtype like any tensor's, on a storage without bytes (runtime/tiles). The storage owns a
+// recipe, a Python object, until it is freed or filled. The recipe's attribute `address` is that of the storage, or None.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/python_headers.h>
+
+namespace memopt {
+
+bool is_hollow(const at::Tensor& t);
+
+// hollow(like, device, message, recipe): a hollow tensor with the sizes, strides and dtype of `like`. Whoever reads its memory gets
+// a RuntimeError with `message`.
+PyObject* hollow(PyObject*, PyObject* const* args, Py_ssize_t n);
+
+// hollow_view(hollow, like, offset): a view of a hollow tensor, with the sizes and strides of `like`.
+PyObject* hollow_view(PyObject*, PyObject* const* args, Py_ssize_t n);
+
+// recipe(t): the recipe of the storage of `t`; None if it has none.
+PyObject* recipe(PyObject*, PyObject* t);
+
+// fill(recipe, value): the storage at the recipe's address gets the bytes of the storage of `value`, which has none afterwards.
+PyObject* fill(PyObject*, PyObject* const* args, Py_ssize_t n);
+
+}  // namespace memopt

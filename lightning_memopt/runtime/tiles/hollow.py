@@ -1,0 +1,57 @@
+"""Hollow tensors: they look like other tensors, and their storage has no bytes. A recipe says how to make the bytes.
+
+The storage owns the recipe. So what the recipe needs stays in memory as long as anybody holds the hollow tensor or a view of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightning_memopt.native.engine import loaded
+from lightning_memopt.record.tensors import PLAIN
+from lightning_memopt.torch_private import OpOverload
+
+if TYPE_CHECKING:
+    from lightning_memopt.runtime.tiles.recipes import Recipe
+
+_UNREAD = (
+    "MemOpt computes this tensor tile by tile, and its bytes were read in a way that MemOpt does not see. Read it by an op of "
+    "torch before (x.clone()), or set tile='off'."
+)
+
+
+def recipe_of(t: torch.Tensor) -> Recipe | None:
+    """The recipe of a hollow tensor; None for other tensors."""
+    found: Recipe | None = loaded().recipe(t) if type(t) in PLAIN else None
+    return found
+
+
+def twin(t: torch.Tensor) -> torch.Tensor:
+    """A tensor with the sizes, strides and dtype of `t`, on the meta device."""
+    return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta")
+
+
+def hollow(recipe: Recipe) -> torch.Tensor:
+    """A hollow tensor, which has the result of the recipe."""
+    made: torch.Tensor = loaded().hollow(recipe.like, recipe.device, _UNREAD, recipe)
+    return made
+
+
+def view_of(t: torch.Tensor, func: OpOverload, args: tuple, kwargs: dict) -> torch.Tensor | None:
+    """The view of the hollow tensor `t` that an op gives; None if the op gives something else. `t` is its first argument."""
+    base = twin(t)
+    like = func(base, *args[1:], **kwargs)
+    if not isinstance(like, torch.Tensor) or like.dtype != t.dtype or like.untyped_storage() is not base.untyped_storage():
+        return None
+    view: torch.Tensor = loaded().hollow_view(t, like, t.storage_offset() + like.storage_offset())
+    return view
+
+
+def fill(recipe: Recipe) -> int:
+    """Make the bytes of a recipe's hollow tensor, where that still exists. Returns how many bytes were made. Call below autograd."""
+    if recipe.address is None:
+        return 0
+    loaded().fill(recipe, recipe.whole())
+    return int(recipe.like.nbytes)

@@ -1,0 +1,222 @@
+"""The dispatch mode under which a loss head runs in tiles.
+
+It is entered beneath all other modes when the module of the head is called, and left when the step is over. It sees each op
+last, so recorders and modes of the user see the same ops as without tiles.
+
+    op                                            what the mode does
+    the head's product                            gives a hollow tensor (hollow.py) with a recipe
+    reads hollow tensors, has a recipe            the same
+    is a view of a hollow tensor                  gives a hollow view
+    is an exit (exits.py)                         runs in tiles
+    reads hollow tensors otherwise                makes their bytes first, and says so once
+
+To *prove* tiles, all ops run as they are. Their results get recipes, and at each exit the tiles are compared with the result,
+bit by bit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_memopt.record import is_plain
+from lightning_memopt.record.below import below_autograd
+from lightning_memopt.record.modes import Outside
+from lightning_memopt.record.tensors import tensors_in
+from lightning_memopt.record.uncompiled import uncompiled
+from lightning_memopt.runtime.tiles.exits import Loss, Product, exit_for, spans
+from lightning_memopt.runtime.tiles.hollow import fill, hollow, recipe_of, view_of
+from lightning_memopt.runtime.tiles.recipes import Recipe, device_in, product_for, recipe_for, seen
+from lightning_memopt.torch_private import OpOverload, free_weak, storage_id
+
+
+@dataclass
+class Proof:
+    """Which sizes of tiles give the bits of the whole ops.
+
+    rows, columns: the sizes that have done so at every exit so far.
+    exits: how many exits have been compared.
+    wrong: the op at which the last size failed, for the message.
+    """
+
+    rows: list[int]
+    columns: list[int]
+    exits: int = 0
+    by_columns: bool = False
+    wrong: str = ""
+
+    def compare(self, exit: Loss | Product, func: OpOverload, result: Any) -> None:
+        """An exit has run as it is, and gave `result`: run it in tiles of each size, and drop sizes that give other bits."""
+        self.exits += 1
+        self.by_columns = self.by_columns or exit.columns
+        sizes = self.columns if exit.columns else self.rows
+        for size in list(sizes):
+            if not _gives(exit, size, result):
+                sizes.remove(size)
+                self.wrong = func._name
+
+
+def _gives(exit: Loss | Product, size: int, result: Any) -> bool:
+    if isinstance(exit, Loss):
+        return all(map(_equal, exit.run(size, notes=True), result))
+    for span in spans(exit.n, size, exit.columns):
+        whole = result[span.first : span.end]
+        part = torch.empty_like(whole)
+        exit.into(part, span)
+        if not _equal(part, whole):
+            return False
+    return True
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same bits, apart from those of NaN."""
+    return torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """rows, columns: the size of tiles of rows, and of columns."""
+
+    rows: int
+    columns: int
+
+
+@dataclass
+class Outcome:
+    """What a step in tiles came to.
+
+    heads: how many products were not computed.
+    unmade_nbytes: bytes of the largest result that was never made.
+    read: op or access by which user code read what was not there -> the bytes that were made for it.
+    """
+
+    heads: int = 0
+    unmade_nbytes: int = 0
+    read: dict[str, int] = field(default_factory=dict)
+
+
+class TileMode(Outside):
+    """Runs a loss head in tiles of some `sizes`, or proves that tiles give its bits.
+
+    work: the sizes, or the proof.
+    inside: whether the module of the head runs, so that the next product with `classes` columns is the head's.
+    took: whether the last op made or read a hollow tensor: it must not run again by itself.
+    outcome: what this step has come to so far.
+    """
+
+    sees_last = True
+
+    def __init__(self, classes: int, work: Sizes | Proof, notes: bool) -> None:
+        """`notes`: the gradient of the classes' vectors will be asked for."""
+        super().__init__()
+        self._classes, self.work, self._notes = classes, work, notes
+        self.inside = self.took = False
+        self.outcome = Outcome()
+        self._recipes: weakref.WeakSet[Recipe] = weakref.WeakSet()
+        self._proven: dict[int, Recipe] = {}
+        """In a proof, storage -> the recipe of its bytes."""
+        self._weak: list[int] = []
+        """Weak references to these storages, so that their addresses are not used again."""
+
+    @uncompiled
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.took = False
+        named = kwargs or {}
+        if not isinstance(func, OpOverload):
+            return func(*args, **named)
+        read = [t for t in tensors_in((*args, *named.values())) if self._recipe_of(t) is not None]
+        if not read:
+            return self._product(func, args, named) if self.inside else func(*args, **named)
+        if isinstance(self.work, Proof):
+            return self._prove(self.work, func, args, named)
+        self.took = True
+        return self._defer(self.work, func, args, named, read)
+
+    def _product(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
+        recipe = product_for(func, args, kwargs) if all(map(is_plain, tensors_in(args))) else None
+        if recipe is None or recipe.columns != self._classes:
+            return func(*args, **kwargs)
+        self.outcome.heads += 1
+        if isinstance(self.work, Proof):
+            return self._attached(func(*args, **kwargs), recipe)
+        self.took = True
+        return self._hollow(recipe)
+
+    def _hollow(self, recipe: Recipe) -> torch.Tensor:
+        self._recipes.add(recipe)
+        self.outcome.unmade_nbytes = max(self.outcome.unmade_nbytes, recipe.like.nbytes)
+        return hollow(recipe)
+
+    def _recipe_of(self, t: torch.Tensor) -> Recipe | None:
+        if isinstance(self.work, Proof):
+            return self._proven.get(storage_id(t)) if is_plain(t) else None
+        return recipe_of(t)
+
+    def _attached(self, t: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+        """`t`, which has the result of the recipe."""
+        reference: int = t.untyped_storage()._weak_ref()  # type: ignore[assignment]
+        self._weak.append(reference)
+        self._proven[storage_id(t)] = recipe
+        return t
+
+    def _prove(self, proof: Proof, func: OpOverload, args: tuple, kwargs: dict) -> Any:
+        result = func(*args, **kwargs)
+        known, named = self._seen(args, kwargs)
+        exit = exit_for(func, known)
+        if exit is not None:
+            proof.compare(exit, func, result)
+        elif isinstance(result, torch.Tensor) and is_plain(result) and self._recipe_of(result) is None:  # not a view
+            recipe = recipe_for(func, known, named, result.device)
+            if recipe is not None:
+                self._attached(result, recipe)
+            else:
+                self.outcome.read.setdefault(func._name, 0)
+        return result
+
+    def _defer(self, sizes: Sizes, func: OpOverload, args: tuple, kwargs: dict, read: Sequence[torch.Tensor]) -> Any:
+        if func.is_view or func._name == "aten::_unsafe_view":
+            view = view_of(args[0], func, args, kwargs) if args and args[0] is read[0] else None
+            if view is not None:
+                return view
+        else:
+            known, named = self._seen(args, kwargs)
+            exit = exit_for(func, known)
+            if isinstance(exit, Loss):
+                return exit.run(sizes.rows, self._notes)
+            if exit is not None:
+                return exit.run(sizes.columns if exit.columns else sizes.rows)
+            recipe = recipe_for(func, known, named, device_in((*known, *named.values())))
+            if recipe is not None:
+                return self._hollow(recipe)
+        self._make([r for t in read if (r := recipe_of(t)) is not None], func._name)
+        return func(*args, **kwargs)
+
+    def _seen(self, args: tuple, kwargs: dict) -> tuple[list[Any], dict[str, Any]]:
+        return [seen(a, self._recipe_of) for a in args], {k: seen(v, self._recipe_of) for k, v in kwargs.items()}
+
+    def _make(self, recipes: Sequence[Recipe], reader: str) -> None:
+        """Make the bytes of these recipes, because `reader` asks for them."""
+        with below_autograd():
+            for recipe in recipes:
+                nbytes = fill(recipe)
+                if nbytes:
+                    self.outcome.read[reader] = self.outcome.read.get(reader, 0) + nbytes
+
+    @uncompiled
+    def expose(self, t: torch.Tensor, address: bool = False) -> None:
+        """Somebody takes the raw memory of `t`."""
+        recipe = recipe_of(t)
+        if recipe is not None and not isinstance(self.work, Proof):
+            self._make([recipe], "its memory")
+
+    def end(self) -> None:
+        """Weights are about to change: make what somebody still holds."""
+        self._proven.clear()
+        while self._weak:
+            free_weak(self._weak.pop())
+        self._make(list(self._recipes), "")
+

@@ -1,0 +1,276 @@
+"""Loss heads in tiles: which steps run in them, and whether the plan of a step does.
+
+    step                     what is learned
+    observed as it is        which module makes the logits (plan/logits.py), and whether the step is too large
+    observed, proving        which sizes of tiles give the bits of the whole ops on this machine, and what else reads the logits
+    observed in tiles        the graph of the step in tiles, for which a plan is made like for any other step
+
+The plan for the step in tiles is compared with the one for the step as it is. Where that one keeps the budget in less time, the
+head stays whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal, TypeVar
+
+import torch
+from torch import nn
+
+from lightning_memopt.config import MemOptConfig
+from lightning_memopt.graph import Graph, Op
+from lightning_memopt.native.engine import loaded
+from lightning_memopt.plan import Machine, TiledHead, tiles_text
+from lightning_memopt.plan.logits import head_of
+from lightning_memopt.record import Listening, around_innermost, listening_to, watching
+from lightning_memopt.runtime.tiles import Proof, Sizes, TileMode
+from lightning_memopt.session.forward.recording import Recording
+from lightning_memopt.session.judge.states import Running
+from lightning_memopt.session.observe.observing import Observing
+from lightning_memopt.session.parts import Part
+from lightning_memopt.session.solve.foresight import unmodified_peak
+from lightning_memopt.session.solve.solving import Solved
+from lightning_memopt.solvers import planner
+from lightning_memopt.trace import backward_runs
+from lightning_memopt.units import format_nbytes
+
+_PARTS = (2, 4, 8, 16)
+"""Tiles of which sizes are tried: these shares of the logits."""
+_VECTOR, _STEP = 16, 64
+"""Numbers of rows and columns of a tile are multiples of the first, or of the second where tiles are not equally large: kernels
+work on blocks of so many.
+"""
+_READS = 3
+"""After so many steps in which something else read the logits, they are no longer made in tiles."""
+AnyRecording = TypeVar("AnyRecording", bound=Recording)
+Say = Callable[[str], None]
+Solve = Callable[[Graph], Solved]
+
+
+@dataclass(eq=False)
+class _Signature:
+    """What is known of the steps of one input signature.
+
+    phase: what the next observed step is for; `whole`: its head stays whole.
+    head: the head, if there is one.
+    plain: the graph of the step as it is.
+    proved: the step that is over was one that proves: its graph is not that of a usual step.
+    """
+
+    phase: Literal["look", "prove", "tiled", "whole"] = "look"
+    head: TiledHead | None = None
+    plain: Graph | None = None
+    proved: bool = False
+
+
+class Tiling(Part):
+    """The loss heads of a session's model that run in tiles.
+
+    mode: the mode of this step; None where no head runs in tiles.
+    """
+
+    def __init__(self, model: nn.Module, config: MemOptConfig, alone: bool, say: Say) -> None:
+        """`alone`: no other process trains with this one."""
+        self._model, self._config, self._alone, self._say = model, config, alone, say
+        self._wanted = config.tile != "off"
+        self._known: dict[object, _Signature] = {}
+        self._now = _Signature()
+        self._step = contextlib.ExitStack()
+        self._said = set[str]()
+        self._reads = 0
+        self.mode: TileMode | None = None
+
+    # -- moments of a step -------------------------------------------------------------------------
+
+    def forward_begins(self, signature: object) -> None:
+        if self._wanted:
+            self._now = self._known.setdefault(signature, _Signature())
+
+    def step_begins(self, state: object, limit_nbytes: int | None) -> None:
+        self._leave()
+        head, work = self._now.head, None
+        if isinstance(state, Running):
+            head = state.plan.tiles[0] if state.plan.tiles else None
+            work = None if head is None else Sizes(head.rows, head.columns)
+        elif isinstance(state, Observing) and head is not None:
+            if self._now.phase == "prove":
+                work = _sizes(head)
+            elif self._now.phase == "tiled":
+                work = Sizes(head.rows, head.columns)
+        if head is None or work is None or loaded() is None:
+            return
+        module = self._model.get_submodule(head.module)
+        weights = module.parameters(recurse=False) if head.module else module.parameters()
+        self.mode = TileMode(head.classes, work, notes=any(p.requires_grad for p in weights))
+        self._step.enter_context(around_innermost(module, self._head_begins, self._head_ends))
+        self._step.enter_context(listening_to([_reading(self.mode)]))
+
+    def _head_begins(self, module: nn.Module) -> None:
+        if self.mode is not None and module.training and torch.is_grad_enabled():
+            self.mode.leave()
+            self.mode.inside = True
+            self.mode.enter(beneath=True)
+
+    def _head_ends(self, module: nn.Module) -> None:
+        if self.mode is not None:
+            self.mode.inside = False
+
+    def recorded(self, recording: AnyRecording | None) -> AnyRecording | None:
+        """A forward is recorded: its recorder is told which ops cannot run again by themselves. Returns the recording."""
+        if recording is not None:
+            recording.recorder.tiles = self.mode
+        return recording
+
+    def update_begins(self, own: bool, closure: bool) -> None:
+        if self.mode is not None and not closure and not backward_runs():
+            self.mode.end()
+
+    def step_ended(self, planned: bool) -> None:
+        if self.mode is None:
+            return
+        mode, head = self.mode, self._now.head
+        self._leave()
+        if isinstance(mode.work, Proof) and head is not None:
+            self._proven(head, mode, mode.work)
+        elif mode.outcome.read and planned:
+            self._was_read(mode)
+
+    def evaluation_begins(self) -> None:
+        self._leave()
+
+    def evaluates(self, within_step: bool) -> None:
+        if not within_step:
+            self._leave()
+
+    def close(self) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        mode, self.mode = self.mode, None
+        if mode is not None:
+            mode.end()
+            mode.leave()
+        self._step.close()
+
+    # -- what observed steps show ------------------------------------------------------------------
+
+    def savable_nbytes(self) -> int:
+        """Bytes by which tiles may lower the peak, before it is known whether they do."""
+        return 1 << 62 if self._wanted and self._now.phase in ("look", "prove") and not self._why_not() else 0
+
+    def observes_again(self, graph: Graph, limit_nbytes: int | None, machine: Machine) -> bool:
+        """A step of this signature was observed. Returns whether another one must be, before a plan is made."""
+        now = self._now
+        if self._wanted and now.phase == "look":
+            return self._look(graph, limit_nbytes, machine)
+        again, now.proved = now.proved or now.phase == "prove", False
+        return again
+
+    def _look(self, graph: Graph, limit_nbytes: int | None, machine: Machine) -> bool:
+        now, op, why = self._now, head_of(graph), self._why_not()
+        now.phase = "whole"
+        if limit_nbytes is not None and unmodified_peak(graph, machine) <= limit_nbytes:
+            return False
+        head = None if op is None else _head(graph, op, self._model)
+        if head is None or why:
+            self._tell(why or "no product of matrices was found from which a loss takes the logarithm of a softmax")
+            return False
+        now.phase, now.head, now.plain = "prove", head, graph
+        return True
+
+    def _why_not(self) -> str:
+        if not self._alone:
+            return "several processes train together"
+        return "" if loaded() is not None else "the native engine is not there"
+
+    def _proven(self, head: TiledHead, mode: TileMode, proof: Proof) -> None:
+        """A step has proven the sizes that are left."""
+        others = next(iter(mode.outcome.read), None)
+        now = self._now
+        now.phase, now.proved = "whole", True
+        if others is not None:
+            self._tell(f"{others} reads the logits of {head.module or 'the model'}, and cannot run on tiles")
+        elif not proof.exits:
+            self._tell(f"no loss reads the logits of {head.module or 'the model'} in a way that can run on tiles")
+        elif not proof.rows or (proof.by_columns and not proof.columns):
+            self._tell(f"tiles give other bits than the whole op on this machine ({proof.wrong})")
+        else:
+            now.phase = "tiled"
+            columns = proof.columns[-1] if proof.by_columns else 0
+            now.head = replace(head, rows=proof.rows[-1], columns=columns)
+
+    def _tell(self, why: str) -> None:
+        if why not in self._said:
+            self._said.add(why)
+            self._say(f"MemOpt: no loss head runs in tiles: {why}")
+
+    def _was_read(self, mode: TileMode) -> None:
+        reader, nbytes = next(iter(mode.outcome.read.items()))
+        if reader not in self._said:
+            self._said.add(reader)
+            self._say(f"MemOpt: {reader} read logits that are made in tiles; {format_nbytes(nbytes)} were made whole for it")
+        self._reads += 1
+
+    # -- the plan ----------------------------------------------------------------------------------
+
+    def solved(self, graph: Graph, limit_nbytes: int | None, machine: Machine, solve: Solve) -> Solved:
+        """Solve for the step of this graph. Where it ran in tiles, its plan does, unless a plan of the step as it is keeps the
+        budget in less time.
+        """
+        now = self._now
+        if now.phase != "tiled" or now.head is None or now.plain is None:
+            return solve(graph)
+        if not self._pays(now.plain, graph, limit_nbytes, machine):
+            now.phase = "whole"
+            self._tell("a plan without tiles keeps the budget in less time")
+            return solve(now.plain)
+        tiles = (now.head,)
+        self._say(f"MemOpt: {tiles_text(tiles)}. Their bits were compared with those of the whole ops on this machine")
+        found = solve(graph)
+        plain_nbytes = unmodified_peak(machine.usual_step(now.plain), machine)
+        frontier = replace(found.frontier, tiles=tiles, unmodified_peak_nbytes=plain_nbytes)
+        return found._replace(frontier=frontier, plan=replace(found.plan, tiles=tiles, unmodified_peak_nbytes=plain_nbytes))
+
+    def _pays(self, plain: Graph, tiled: Graph, limit_nbytes: int | None, machine: Machine) -> bool:
+        seconds = self._config.solver_seconds
+        if limit_nbytes is None:
+            return planner.smallest_nbytes(tiled, machine) < planner.smallest_nbytes(plain, machine)
+        whole, tiles = (
+            planner.solve(g, machine, objective=self._config.objective, limit_seconds=seconds, budgets=(limit_nbytes,))
+            for g in (plain, tiled)
+        )
+        if whole.smallest_nbytes > limit_nbytes:
+            return True
+        if tiles.smallest_nbytes > limit_nbytes:
+            return False
+        costs = [f.graph.step_seconds + f.within(limit_nbytes).predicted.seconds for f in (whole, tiles)]
+        return costs[1] < costs[0]
+
+
+def _head(graph: Graph, op: Op, model: nn.Module) -> TiledHead | None:
+    path = op.scope.partition("#")[0]
+    product = graph.tensors[op.outputs[0]]
+    if len(product.size) < 2 or path not in dict(model.named_modules()):
+        return None
+    classes = product.size[-1]
+    rows = prod(product.size[:-1])
+    return TiledHead(module=path, classes=classes, rows=rows, columns=classes, unmade_nbytes=product.nbytes)
+
+
+def _sizes(head: TiledHead) -> Proof:
+    """The sizes that are tried. `head`: with all rows and columns."""
+
+    def parts(n: int) -> list[int]:
+        even = {n // part for part in _PARTS if n % (part * _VECTOR) == 0}  # the last tile is as large as the others
+        sizes = even or {-(-n // (part * _STEP)) * _STEP for part in _PARTS}
+        return sorted((size for size in sizes if size < n), reverse=True)
+
+    return Proof(parts(head.rows), parts(head.columns))
+
+
+def _reading(mode: TileMode) -> Listening:
+    """Tells the mode of user code that takes the raw memory of a tensor."""
+    return watching(mode.expose, lambda: None, lambda t: t)
