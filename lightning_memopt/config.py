@@ -63,9 +63,9 @@ class MemOptConfig:
         pool: `"planned"`: tensors of a planned step get addresses in one arena, which are planned from the requests of the
             previous step (on CUDA: for each stream, not yet tried on a GPU). Requests that differ from the planned ones are
             served by the ordinary allocator, and counted. None: the ordinary allocator serves all requests.
-        tile: `"exact"`: where the budget needs it, a loss head runs in tiles, so that logits and their gradients are never whole
-            (the linear layer before a cross-entropy of hard targets). Observed steps compare the bits of tiles with those of
-            the whole ops, on this machine; where they differ, the head stays whole, and one line says so. `"off"`: never.
+        tile: `"exact"`: where the budget needs it, a loss head (the linear layer before a cross-entropy) runs in tiles, so that
+            logits and their gradients are never whole. An observed step compares the bits of tiles with those of the whole ops,
+            on this machine; where they differ, the head stays whole, and one line says so. `"off"`: never.
         compile: compile the model's repeated blocks with `torch.compile` (Inductor) during the run, or the whole model if it
             has none. A model that is already compiled stays as it is. Compiled code rounds differently from eager code.
         verify: compare rebuilt tensors bit by bit with the originals in observed steps, and by checksum in the first planned

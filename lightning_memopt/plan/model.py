@@ -129,6 +129,8 @@ class TiledHead:
     rows: how many rows a tile of rows has: in the forward, and for the gradient of the hidden states.
     columns: how many columns a tile of columns has, for the gradient of the weight; 0 if the weight is frozen.
     unmade_nbytes: bytes of the largest tensor that is never whole.
+    ops: names of the ops that run in tiles. An op that was not seen when tiles were compared with whole ops runs whole.
+    threads: the number of threads with which they were compared: with another one, bits may differ.
     """
 
     module: str
@@ -136,6 +138,8 @@ class TiledHead:
     rows: int
     columns: int
     unmade_nbytes: int
+    ops: tuple[str, ...] = ()
+    threads: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

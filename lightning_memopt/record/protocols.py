@@ -62,9 +62,13 @@ class Observer(Protocol):
 
 
 class Tiles(Protocol):
-    """A loss head that runs in tiles. `took`: the last op made or read a tensor without bytes, so it cannot run again alone."""
+    """A loss head that runs in tiles (runtime/tiles). `took`: the last op made or read a tensor without bytes, so it cannot run
+    again by itself. `knows`: whether the tensor is one that is made in tiles, or compared with tiles: it is saved as it is.
+    """
 
     took: bool
+
+    def knows(self, t: torch.Tensor) -> bool: ...
 
 
 class Holdings(Protocol):

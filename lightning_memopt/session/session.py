@@ -10,7 +10,7 @@
     `evaluating`     evaluation begins    nothing is observed or measured until the next step
     `close`          the run is over
 
-What only some sessions need (compiled regions, other ranks, a pool, parked tensors, early updates) is a part (parts.py).
+What only some sessions need (compiled regions, ranks, a pool, parked tensors, early updates, tiles) is a part (parts.py).
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Session:
         self._look_ahead(self._observed_step.now)
 
     def _look_ahead(self, observation: Observation | None) -> None:
-        state, early = self._current, self._early
+        state, early, savable = self._current, self._early, partial(self._tiling.savable_nbytes, self._compiled.savable_nbytes)
         others = [] if self._attachment is None or observation is None else self._attachment.others()
         try:
             names, refusal = early.shown(observation) if early is not None and isinstance(state, Observing) else (None, None)
@@ -194,7 +194,7 @@ class Session:
                 if refusal is not None:
                     raise refusal
                 if observation is not None and not backward_runs():  # one that steps in a hook does not end the backward
-                    self.foresight.look(observation, self.budget_nbytes, self._offloading, self.say, others, self._savable_nbytes)
+                    self.foresight.look(observation, self.budget_nbytes, self._offloading, self.say, others, savable)
             if early is not None and isinstance(state, Observing) and shown is not None:
                 state.for_early = early.agreed(self._agreement.early)
         except BaseException:
@@ -202,19 +202,14 @@ class Session:
                 self._observed_step.abandon()
             raise
 
-    def _savable_nbytes(self, surely: bool) -> int:
-        return self._compiled.savable_nbytes(surely) + (0 if surely else self._tiling.savable_nbytes())
-
     def update_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has updated its parameters. The last optimizer ends the step, or else the next forward does."""
         if self.enabled:
             count_versions(optimizer)
         self._metering.span_ends(optimizer)
         self._observed_step.update_ended()
-        if not self._ends.owns(optimizer):
-            return
         # autograd and dynamo restore modes and profilers when their code ends, so none may end inside of it
-        if self._ends.updated(optimizer) and not (backward_runs() or in_compiled_code()):
+        if self._ends.owns(optimizer) and self._ends.updated(optimizer) and not (backward_runs() or in_compiled_code()):
             self.step_ended()
 
     def step_ended(self) -> None:
@@ -488,19 +483,14 @@ class Session:
         own = bool(graph.updates) and self._agreement.alone  # ranks update the same parameters early
         seconds = self._early.seconds(self.device) if self._early is not None and own else 0.0
         machine = machine_of(self.device, resident_tensors(self.model, self.optimizers, ()), seconds)
-        if regions.compiled_again(graph, limit, self.say, machine):
+        if regions.compiled_again(graph, limit, self.say, machine) or self._tiling.observes_again(graph, limit, machine):
             self._become(state, cache.afresh(state, regions.changed))
-            return
-
-        if self._tiling.observes_again(graph, limit, machine):
-            self._become(state, cache.afresh(state, changed=False))
             return
 
         def solve(step: Graph) -> Solved:
             return regions.in_plans(self._agreement.plan_for(step, limit, self._offloading, self.say, machine, self._foreseen))
 
-        solve_in_tiles = partial(self._tiling.solved, limit_nbytes=limit, machine=machine, solve=solve)
-        self._become(state, cache.take_graph(state, graph, self.say, solve_in_tiles))
+        self._become(state, cache.take_graph(state, graph, self.say, partial(self._tiling.solved, solve, limit, machine)))
 
     def _become(self, old: State, new: State) -> None:
         if new is not old:

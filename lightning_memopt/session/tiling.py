@@ -14,8 +14,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import wraps
 from math import prod
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -25,9 +26,9 @@ from lightning_memopt.graph import Graph, Op
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import Machine, TiledHead, tiles_text
 from lightning_memopt.plan.logits import head_of
-from lightning_memopt.record import Listening, around_innermost, listening_to, watching
+from lightning_memopt.record import Seams, around_innermost, in_transform, listening_to, told_of_compiled, uncompiled
 from lightning_memopt.runtime.tiles import Proof, Sizes, TileMode
-from lightning_memopt.session.forward.recording import Recording
+from lightning_memopt.session.forward.recording import Recording, in_checkpoint
 from lightning_memopt.session.judge.states import Running
 from lightning_memopt.session.observe.observing import Observing
 from lightning_memopt.session.parts import Part
@@ -43,8 +44,9 @@ _VECTOR, _STEP = 16, 64
 """Numbers of rows and columns of a tile are multiples of the first, or of the second where tiles are not equally large: kernels
 work on blocks of so many.
 """
-_READS = 3
-"""After so many steps in which something else read the logits, they are no longer made in tiles."""
+_EXITS = 2
+"""A loss, and at least one gradient."""
+_UNKNOWN_NBYTES = 1 << 62
 AnyRecording = TypeVar("AnyRecording", bound=Recording)
 Say = Callable[[str], None]
 Solve = Callable[[Graph], Solved]
@@ -80,7 +82,7 @@ class Tiling(Part):
         self._now = _Signature()
         self._step = contextlib.ExitStack()
         self._said = set[str]()
-        self._reads = 0
+        self._given: bool | None = None  # whether the tiles of the user's plan have given the bits of whole ops
         self.mode: TileMode | None = None
 
     # -- moments of a step -------------------------------------------------------------------------
@@ -94,22 +96,33 @@ class Tiling(Part):
         head, work = self._now.head, None
         if isinstance(state, Running):
             head = state.plan.tiles[0] if state.plan.tiles else None
-            work = None if head is None else Sizes(head.rows, head.columns)
+            work = None if head is None else self._work(state, head)
         elif isinstance(state, Observing) and head is not None:
             if self._now.phase == "prove":
                 work = _sizes(head)
             elif self._now.phase == "tiled":
-                work = Sizes(head.rows, head.columns)
+                work = _proven(head)
         if head is None or work is None or loaded() is None:
             return
         module = self._model.get_submodule(head.module)
         weights = module.parameters(recurse=False) if head.module else module.parameters()
         self.mode = TileMode(head.classes, work, notes=any(p.requires_grad for p in weights))
         self._step.enter_context(around_innermost(module, self._head_begins, self._head_ends))
-        self._step.enter_context(listening_to([_reading(self.mode)]))
+        self._step.enter_context(listening_to([(_reads, self.mode.asked), *told_of_compiled(self.mode.compiled)]))
+
+    def _work(self, state: Running, head: TiledHead) -> Sizes | Proof | None:
+        """What a step of this plan does. If the user gave the plan, its first step proves the tiles on this machine."""
+        if head.threads != torch.get_num_threads():
+            self._tell(f"they were compared with {head.threads} threads, and now there are {torch.get_num_threads()}")
+            return None
+        if state.is_given and not self._given:
+            return None if self._given is False else Proof([head.rows], [head.columns] if head.columns else [])
+        return _proven(head)
 
     def _head_begins(self, module: nn.Module) -> None:
-        if self.mode is not None and module.training and torch.is_grad_enabled():
+        if self.mode is None or in_transform() or in_checkpoint():
+            return
+        if module.training and torch.is_grad_enabled():
             self.mode.leave()
             self.mode.inside = True
             self.mode.enter(beneath=True)
@@ -131,11 +144,17 @@ class Tiling(Part):
     def step_ended(self, planned: bool) -> None:
         if self.mode is None:
             return
-        mode, head = self.mode, self._now.head
+        mode = self.mode
         self._leave()
-        if isinstance(mode.work, Proof) and head is not None:
-            self._proven(head, mode, mode.work)
-        elif mode.outcome.read and planned:
+        if isinstance(mode.work, Proof):
+            why = _why_wrong(mode, mode.work)
+            if why:
+                self._tell(why)
+            if planned:
+                self._given = not why
+            else:
+                self._proven(None if why else mode.work)
+        elif planned:
             self._was_read(mode)
 
     def evaluation_begins(self) -> None:
@@ -157,9 +176,12 @@ class Tiling(Part):
 
     # -- what observed steps show ------------------------------------------------------------------
 
-    def savable_nbytes(self) -> int:
-        """Bytes by which tiles may lower the peak, before it is known whether they do."""
-        return 1 << 62 if self._wanted and self._now.phase in ("look", "prove") and not self._why_not() else 0
+    def savable_nbytes(self, by_regions: Callable[[bool], int], surely: bool) -> int:
+        """Bytes by which other ways to run the step lower its peak, surely or at most. `by_regions`: those of compiled regions.
+        Before a step has run in tiles, any budget may be kept.
+        """
+        may = self._wanted and self._now.phase in ("look", "prove") and not self._why_not() and not surely
+        return _UNKNOWN_NBYTES if may else by_regions(surely)
 
     def observes_again(self, graph: Graph, limit_nbytes: int | None, machine: Machine) -> bool:
         """A step of this signature was observed. Returns whether another one must be, before a plan is made."""
@@ -186,21 +208,17 @@ class Tiling(Part):
             return "several processes train together"
         return "" if loaded() is not None else "the native engine is not there"
 
-    def _proven(self, head: TiledHead, mode: TileMode, proof: Proof) -> None:
-        """A step has proven the sizes that are left."""
-        others = next(iter(mode.outcome.read), None)
+    def _proven(self, proof: Proof | None) -> None:
+        """A step has proven tiles of some sizes; None if it has shown that the head must stay whole."""
         now = self._now
-        now.phase, now.proved = "whole", True
-        if others is not None:
-            self._tell(f"{others} reads the logits of {head.module or 'the model'}, and cannot run on tiles")
-        elif not proof.exits:
-            self._tell(f"no loss reads the logits of {head.module or 'the model'} in a way that can run on tiles")
-        elif not proof.rows or (proof.by_columns and not proof.columns):
-            self._tell(f"tiles give other bits than the whole op on this machine ({proof.wrong})")
-        else:
-            now.phase = "tiled"
-            columns = proof.columns[-1] if proof.by_columns else 0
-            now.head = replace(head, rows=proof.rows[-1], columns=columns)
+        now.proved = True
+        if proof is None or now.head is None:
+            now.phase = "whole"
+            return
+        now.phase = "tiled"
+        columns = proof.columns[-1] if proof.by_columns else 0
+        ops, threads = tuple(sorted(proof.ops)), torch.get_num_threads()
+        now.head = replace(now.head, rows=proof.rows[-1], columns=columns, ops=ops, threads=threads)
 
     def _tell(self, why: str) -> None:
         if why not in self._said:
@@ -208,15 +226,15 @@ class Tiling(Part):
             self._say(f"MemOpt: no loss head runs in tiles: {why}")
 
     def _was_read(self, mode: TileMode) -> None:
-        reader, nbytes = next(iter(mode.outcome.read.items()))
-        if reader not in self._said:
-            self._said.add(reader)
-            self._say(f"MemOpt: {reader} read logits that are made in tiles; {format_nbytes(nbytes)} were made whole for it")
-        self._reads += 1
+        for reader, nbytes in mode.outcome.read.items():
+            if reader not in self._said:
+                self._said.add(reader)
+                what = f"{reader} read logits" if reader else "the loop still held logits when weights changed"
+                self._say(f"MemOpt: {what}, which are made in tiles: {format_nbytes(nbytes)} were made whole")
 
     # -- the plan ----------------------------------------------------------------------------------
 
-    def solved(self, graph: Graph, limit_nbytes: int | None, machine: Machine, solve: Solve) -> Solved:
+    def solved(self, solve: Solve, limit_nbytes: int | None, machine: Machine, graph: Graph) -> Solved:
         """Solve for the step of this graph. Where it ran in tiles, its plan does, unless a plan of the step as it is keeps the
         budget in less time.
         """
@@ -260,6 +278,18 @@ def _head(graph: Graph, op: Op, model: nn.Module) -> TiledHead | None:
     return TiledHead(module=path, classes=classes, rows=rows, columns=classes, unmade_nbytes=product.nbytes)
 
 
+def _why_wrong(mode: TileMode, proof: Proof) -> str:
+    """Why a head must stay whole, by a step that proves tiles; "" if it need not."""
+    others = next(iter(mode.outcome.read), None)
+    if others is not None:
+        return f"{others} reads the logits, and cannot run on tiles"
+    if proof.exits < _EXITS:
+        return "no loss reads the logits in a way that can run on tiles, in a forward and its backward"
+    if not proof.rows or (proof.by_columns and not proof.columns):
+        return f"tiles give other bits than the whole op on this machine ({proof.wrong})"
+    return ""
+
+
 def _sizes(head: TiledHead) -> Proof:
     """The sizes that are tried. `head`: with all rows and columns."""
 
@@ -271,6 +301,23 @@ def _sizes(head: TiledHead) -> Proof:
     return Proof(parts(head.rows), parts(head.columns))
 
 
-def _reading(mode: TileMode) -> Listening:
-    """Tells the mode of user code that takes the raw memory of a tensor."""
-    return watching(mode.expose, lambda: None, lambda t: t)
+def _proven(head: TiledHead) -> Sizes:
+    return Sizes(head.rows, head.columns, frozenset(head.ops))
+
+
+def _reading(original: Any) -> Any:
+    @uncompiled
+    @wraps(original)
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        for listener in tuple(_reads.listeners):
+            listener(self, original.__name__)
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+_METHODS = ("data_ptr", "numpy", "__array__", "__dlpack__", "tolist", "__reduce_ex__", "__deepcopy__", "share_memory_")
+"""Methods of tensors that read bytes without an op."""
+_reads: Seams[Callable[[torch.Tensor, str], None]] = Seams(
+    lambda: [(torch.Tensor, name, _reading) for name in _METHODS], stays=True
+)

@@ -23,7 +23,6 @@ from lightning_memopt.runtime.engine.handles import Handle, Kept, version_guard
 from lightning_memopt.runtime.engine.holding import Holding, Holdings, Version, in_order, settle
 from lightning_memopt.runtime.engine.naming import Names, modified, of_saved, of_start
 from lightning_memopt.runtime.engine.rebuild import StartChangedError, rebuild
-from lightning_memopt.runtime.tiles.hollow import recipe_of
 from lightning_memopt.torch_private import no_dispatch_modes
 
 
@@ -103,16 +102,16 @@ class Engine:
         """The object that autograd holds instead of `t`, which it saves."""
         recorder = self.recorder
         version = recorder.packs(t) if recorder is not None and not in_transform() else None
-        if version is None or self._is_hollow(t):
+        if version is None or self._is_tiled(t):
             return Kept(t, self.about(version))
         save = self.save_of(version)
         if self.keeps(version, t, save):
             return Kept(t, self.about(version))
         return self.handle(t, save, version)
 
-    def _is_hollow(self, t: torch.Tensor) -> bool:
-        """Whether `t` is made in tiles (runtime/tiles): there are no bytes to hold, and no rebuild starts from it."""
-        return self.recorder is not None and self.recorder.tiles is not None and recipe_of(t) is not None
+    def _is_tiled(self, t: torch.Tensor) -> bool:
+        """Whether `t` is made in tiles (runtime/tiles): it is not held, and no rebuild starts from it."""
+        return self.recorder is not None and self.recorder.tiles is not None and self.recorder.tiles.knows(t)
 
     def handle(self, t: torch.Tensor, save: int, version: Version) -> Handle:
         """The object that autograd holds instead of `t`, which is on the version."""

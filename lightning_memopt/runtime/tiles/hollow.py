@@ -1,6 +1,7 @@
 """Hollow tensors: they look like other tensors, and their storage has no bytes. A recipe says how to make the bytes.
 
-The storage owns the recipe. So what the recipe needs stays in memory as long as anybody holds the hollow tensor or a view of it.
+The storage owns the recipe. So what the recipe needs stays in memory as long as anybody holds the hollow tensor or a view of
+it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def view_of(t: torch.Tensor, func: OpOverload, args: tuple, kwargs: dict) -> tor
 
 
 def fill(recipe: Recipe) -> int:
-    """Make the bytes of a recipe's hollow tensor, where that still exists. Returns how many bytes were made. Call below autograd."""
+    """Make the bytes of a recipe's hollow tensor, where that still exists. Returns how many were made. Call below autograd."""
     if recipe.address is None:
         return 0
     loaded().fill(recipe, recipe.whole())

@@ -16,8 +16,9 @@ bit by bit.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 from lightning_memopt.record import is_plain
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.modes import Outside
+from lightning_memopt.record.rules import rule_of_call, written_by
 from lightning_memopt.record.tensors import tensors_in
 from lightning_memopt.record.uncompiled import uncompiled
 from lightning_memopt.runtime.tiles.exits import Loss, Product, exit_for, spans
@@ -39,12 +41,15 @@ class Proof:
     """Which sizes of tiles give the bits of the whole ops.
 
     rows, columns: the sizes that have done so at every exit so far.
+    ops: names of the ops that ran in tiles.
     exits: how many exits have been compared.
+    by_columns: whether any of them ran in tiles of columns.
     wrong: the op at which the last size failed, for the message.
     """
 
     rows: list[int]
     columns: list[int]
+    ops: set[str] = field(default_factory=set)
     exits: int = 0
     by_columns: bool = False
     wrong: str = ""
@@ -73,16 +78,26 @@ def _gives(exit: Loss | Product, size: int, result: Any) -> bool:
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same bits, apart from those of NaN."""
-    return torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
+    """Whether two tensors have the same bits."""
+    words = _WORDS[a.dtype.itemsize]
+    return torch.equal(a.contiguous().view(words), b.contiguous().view(words))
+
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Size of an entry -> integers of that size."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """rows, columns: the size of tiles of rows, and of columns."""
+    """Tiles that were proven.
+
+    rows, columns: the size of tiles of rows, and of columns.
+    ops: names of the ops that may run in tiles.
+    """
 
     rows: int
     columns: int
+    ops: frozenset[str]
 
 
 @dataclass
@@ -116,6 +131,8 @@ class TileMode(Outside):
         self._classes, self.work, self._notes = classes, work, notes
         self.inside = self.took = False
         self.outcome = Outcome()
+        self._sources: set[int] = set()
+        """Storages of the tensors that recipes read."""
         self._recipes: weakref.WeakSet[Recipe] = weakref.WeakSet()
         self._proven: dict[int, Recipe] = {}
         """In a proof, storage -> the recipe of its bytes."""
@@ -128,7 +145,9 @@ class TileMode(Outside):
         named = kwargs or {}
         if not isinstance(func, OpOverload):
             return func(*args, **named)
-        read = [t for t in tensors_in((*args, *named.values())) if self._recipe_of(t) is not None]
+        read = [t for t in tensors_in((*args, *named.values())) if self.recipe_of(t) is not None]
+        if self._recipes and func._schema.is_mutable:
+            self._writes(func, args, named)
         if not read:
             return self._product(func, args, named) if self.inside else func(*args, **named)
         if isinstance(self.work, Proof):
@@ -142,16 +161,23 @@ class TileMode(Outside):
             return func(*args, **kwargs)
         self.outcome.heads += 1
         if isinstance(self.work, Proof):
+            self.work.ops.add(func._name)
             return self._attached(func(*args, **kwargs), recipe)
         self.took = True
         return self._hollow(recipe)
 
     def _hollow(self, recipe: Recipe) -> torch.Tensor:
         self._recipes.add(recipe)
+        self._sources.update(storage_id(t) for t in recipe.tensors)
         self.outcome.unmade_nbytes = max(self.outcome.unmade_nbytes, recipe.like.nbytes)
         return hollow(recipe)
 
-    def _recipe_of(self, t: torch.Tensor) -> Recipe | None:
+    def knows(self, t: torch.Tensor) -> bool:
+        """See `record.protocols.Tiles`."""
+        return self.recipe_of(t) is not None
+
+    def recipe_of(self, t: torch.Tensor) -> Recipe | None:
+        """The recipe of a tensor's bytes; None if it has none."""
         if isinstance(self.work, Proof):
             return self._proven.get(storage_id(t)) if is_plain(t) else None
         return recipe_of(t)
@@ -168,10 +194,12 @@ class TileMode(Outside):
         known, named = self._seen(args, kwargs)
         exit = exit_for(func, known)
         if exit is not None:
+            proof.ops.add(func._name)
             proof.compare(exit, func, result)
-        elif isinstance(result, torch.Tensor) and is_plain(result) and self._recipe_of(result) is None:  # not a view
+        elif isinstance(result, torch.Tensor) and is_plain(result) and self.recipe_of(result) is None:  # not a view
             recipe = recipe_for(func, known, named, result.device)
             if recipe is not None:
+                proof.ops.add(func._name)
                 self._attached(result, recipe)
             else:
                 self.outcome.read.setdefault(func._name, 0)
@@ -182,7 +210,7 @@ class TileMode(Outside):
             view = view_of(args[0], func, args, kwargs) if args and args[0] is read[0] else None
             if view is not None:
                 return view
-        else:
+        elif func._name in sizes.ops:
             known, named = self._seen(args, kwargs)
             exit = exit_for(func, known)
             if isinstance(exit, Loss):
@@ -196,7 +224,13 @@ class TileMode(Outside):
         return func(*args, **kwargs)
 
     def _seen(self, args: tuple, kwargs: dict) -> tuple[list[Any], dict[str, Any]]:
-        return [seen(a, self._recipe_of) for a in args], {k: seen(v, self._recipe_of) for k, v in kwargs.items()}
+        return [seen(a, self.recipe_of) for a in args], {k: seen(v, self.recipe_of) for k, v in kwargs.items()}
+
+    def _writes(self, func: OpOverload, args: tuple, kwargs: dict) -> None:
+        """An op is about to write. If recipes read what it writes, they are made first."""
+        written = written_by(func, rule_of_call(func, args, kwargs), args, kwargs)
+        if not self._sources.isdisjoint(map(storage_id, written)):
+            self._make(list(self._recipes), func._name)
 
     def _make(self, recipes: Sequence[Recipe], reader: str) -> None:
         """Make the bytes of these recipes, because `reader` asks for them."""
@@ -207,11 +241,17 @@ class TileMode(Outside):
                     self.outcome.read[reader] = self.outcome.read.get(reader, 0) + nbytes
 
     @uncompiled
-    def expose(self, t: torch.Tensor, address: bool = False) -> None:
-        """Somebody takes the raw memory of `t`."""
+    def asked(self, t: torch.Tensor, name: str) -> None:
+        """Somebody reads `t` by a method that is no op."""
         recipe = recipe_of(t)
-        if recipe is not None and not isinstance(self.work, Proof):
-            self._make([recipe], "its memory")
+        if recipe is not None:
+            self._make([recipe], f"Tensor.{name}()")
+
+    @contextlib.contextmanager
+    def compiled(self) -> Iterator[None]:
+        """Around a run of generated code, which reads memory itself."""
+        self._make(list(self._recipes), "compiled code")
+        yield
 
     def end(self) -> None:
         """Weights are about to change: make what somebody still holds."""
@@ -219,4 +259,3 @@ class TileMode(Outside):
         while self._weak:
             free_weak(self._weak.pop())
         self._make(list(self._recipes), "")
-

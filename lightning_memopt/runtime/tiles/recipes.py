@@ -120,6 +120,11 @@ class Recipe:
         """The recipes whose results it reads, once for each time that it reads one."""
         return [s.recipe for s in seen_in((*self.args, *self.kwargs.values()))]
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors with bytes among its arguments."""
+        return [t for t in (*self.args, *self.kwargs.values()) if isinstance(t, torch.Tensor)]
+
     def whole(self) -> torch.Tensor:
         """All of its bytes, on a storage of their own. Call below autograd."""
         made: dict[int, torch.Tensor] = {}
