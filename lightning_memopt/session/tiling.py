@@ -316,8 +316,8 @@ def _reading(original: Any) -> Any:
     return method
 
 
-_METHODS = ("data_ptr", "numpy", "__array__", "__dlpack__", "tolist", "__reduce_ex__", "__deepcopy__", "share_memory_")
-"""Methods of tensors that read bytes without an op."""
+_METHODS = ("data_ptr", "numpy", "__array__", "__dlpack__", "tolist", "__repr__", "__reduce_ex__", "__deepcopy__", "share_memory_")
+"""Methods of tensors that read bytes without an op, or without modes."""
 _reads: Seams[Callable[[torch.Tensor, str], None]] = Seams(
     lambda: [(torch.Tensor, name, _reading) for name in _METHODS], stays=True
 )
