@@ -93,7 +93,8 @@ class Tiling(Part):
 
     def step_begins(self, state: object, limit_nbytes: int | None) -> None:
         self._leave()
-        head, work = self._now.head, None
+        head = self._now.head
+        work: Sizes | Proof | None = None
         if isinstance(state, Running):
             head = state.plan.tiles[0] if state.plan.tiles else None
             work = None if head is None else self._work(state, head)
@@ -110,13 +111,15 @@ class Tiling(Part):
         self._step.enter_context(around_innermost(module, self._head_begins, self._head_ends))
         self._step.enter_context(listening_to([(_reads, self.mode.asked), *told_of_compiled(self.mode.compiled)]))
 
-    def _work(self, state: Running, head: TiledHead) -> Sizes | Proof | None:
-        """What a step of this plan does. If the user gave the plan, its first step proves the tiles on this machine."""
+    def _work(self, state: Running, head: TiledHead) -> Sizes | None:
+        """What a step of this plan does. If the user gave the plan, its first step also runs whole ops, to compare bits."""
         if head.threads != torch.get_num_threads():
             self._tell(f"they were compared with {head.threads} threads, and now there are {torch.get_num_threads()}")
             return None
-        if state.is_given and not self._given:
-            return None if self._given is False else Proof([head.rows], [head.columns] if head.columns else [])
+        if state.is_given and self._given is False:
+            return None
+        if state.is_given and self._given is None:
+            return replace(_proven(head), checked=True)
         return _proven(head)
 
     def _head_begins(self, module: nn.Module) -> None:
@@ -147,13 +150,11 @@ class Tiling(Part):
         mode = self.mode
         self._leave()
         if isinstance(mode.work, Proof):
-            why = _why_wrong(mode, mode.work)
-            if why:
-                self._tell(why)
-            if planned:
-                self._given = not why
-            else:
-                self._proven(None if why else mode.work)
+            self._proven(mode, mode.work)
+        elif planned and mode.outcome.heads and mode.work.checked:
+            self._given = not mode.outcome.wrong
+            if mode.outcome.wrong:
+                self._tell(_other_bits(mode.outcome.wrong))
         elif planned:
             self._was_read(mode)
 
@@ -208,12 +209,13 @@ class Tiling(Part):
             return "several processes train together"
         return "" if loaded() is not None else "the native engine is not there"
 
-    def _proven(self, proof: Proof | None) -> None:
-        """A step has proven tiles of some sizes; None if it has shown that the head must stay whole."""
-        now = self._now
+    def _proven(self, mode: TileMode, proof: Proof) -> None:
+        """A step has compared tiles of some sizes."""
+        now, why = self._now, _why_wrong(mode, proof)
         now.proved = True
-        if proof is None or now.head is None:
+        if why or now.head is None:
             now.phase = "whole"
+            self._tell(why)
             return
         now.phase = "tiled"
         columns = proof.columns[-1] if proof.by_columns else 0
@@ -243,7 +245,7 @@ class Tiling(Part):
             return solve(graph)
         if not self._pays(now.plain, graph, limit_nbytes, machine):
             now.phase = "whole"
-            self._tell("a plan without tiles keeps the budget in less time")
+            self._tell("plans without tiles are no worse")
             return solve(now.plain)
         tiles = (now.head,)
         self._say(f"MemOpt: {tiles_text(tiles)}. Their bits were compared with those of the whole ops on this machine")
@@ -286,8 +288,12 @@ def _why_wrong(mode: TileMode, proof: Proof) -> str:
     if proof.exits < _EXITS:
         return "no loss reads the logits in a way that can run on tiles, in a forward and its backward"
     if not proof.rows or (proof.by_columns and not proof.columns):
-        return f"tiles give other bits than the whole op on this machine ({proof.wrong})"
+        return _other_bits(proof.wrong)
     return ""
+
+
+def _other_bits(op: str) -> str:
+    return f"tiles give other bits than the whole op on this machine ({op})"
 
 
 def _sizes(head: TiledHead) -> Proof:
@@ -316,7 +322,17 @@ def _reading(original: Any) -> Any:
     return method
 
 
-_METHODS = ("data_ptr", "numpy", "__array__", "__dlpack__", "tolist", "__repr__", "__reduce_ex__", "__deepcopy__", "share_memory_")
+_METHODS = (
+    "data_ptr",
+    "numpy",
+    "__array__",
+    "__dlpack__",
+    "tolist",
+    "__repr__",
+    "__reduce_ex__",
+    "__deepcopy__",
+    "share_memory_",
+)
 """Methods of tensors that read bytes without an op, or without modes."""
 _reads: Seams[Callable[[torch.Tensor, str], None]] = Seams(
     lambda: [(torch.Tensor, name, _reading) for name in _METHODS], stays=True

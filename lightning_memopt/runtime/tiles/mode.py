@@ -32,7 +32,7 @@ from lightning_memopt.record.tensors import tensors_in
 from lightning_memopt.record.uncompiled import uncompiled
 from lightning_memopt.runtime.tiles.exits import Loss, Product, exit_for, spans
 from lightning_memopt.runtime.tiles.hollow import fill, hollow, recipe_of, view_of
-from lightning_memopt.runtime.tiles.recipes import Recipe, device_in, product_for, recipe_for, seen
+from lightning_memopt.runtime.tiles.recipes import Recipe, device_in, product_for, recipe_for, run_whole, seen
 from lightning_memopt.torch_private import OpOverload, free_weak, storage_id
 
 
@@ -93,11 +93,13 @@ class Sizes:
 
     rows, columns: the size of tiles of rows, and of columns.
     ops: names of the ops that may run in tiles.
+    checked: each exit also runs whole, and its bits are compared: tiles were proven on another machine.
     """
 
     rows: int
     columns: int
     ops: frozenset[str]
+    checked: bool = False
 
 
 @dataclass
@@ -107,11 +109,13 @@ class Outcome:
     heads: how many products were not computed.
     unmade_nbytes: bytes of the largest result that was never made.
     read: op or access by which user code read what was not there -> the bytes that were made for it.
+    wrong: an op whose tiles have other bits than the whole op (`Sizes.checked`); "" if there is none.
     """
 
     heads: int = 0
     unmade_nbytes: int = 0
     read: dict[str, int] = field(default_factory=dict)
+    wrong: str = ""
 
 
 class TileMode(Outside):
@@ -172,6 +176,19 @@ class TileMode(Outside):
         self.outcome.unmade_nbytes = max(self.outcome.unmade_nbytes, recipe.like.nbytes)
         return hollow(recipe)
 
+    def _leaves(self, sizes: Sizes, exit: Loss | Product, func: OpOverload, args: Sequence[Any]) -> Any:
+        """The result of an exit."""
+        if isinstance(exit, Loss):
+            result = exit.run(sizes.rows, self._notes)
+        else:
+            result = exit.run(sizes.columns if exit.columns else sizes.rows)
+        if not sizes.checked:
+            return result
+        whole = run_whole(func, args, {})
+        if not all(map(_equal, tensors_in(result), tensors_in(whole))):
+            self.outcome.wrong = func._name
+        return whole
+
     def knows(self, t: torch.Tensor) -> bool:
         """See `record.protocols.Tiles`."""
         return self.recipe_of(t) is not None
@@ -213,10 +230,8 @@ class TileMode(Outside):
         elif func._name in sizes.ops:
             known, named = self._seen(args, kwargs)
             exit = exit_for(func, known)
-            if isinstance(exit, Loss):
-                return exit.run(sizes.rows, self._notes)
             if exit is not None:
-                return exit.run(sizes.columns if exit.columns else sizes.rows)
+                return self._leaves(sizes, exit, func, known)
             recipe = recipe_for(func, known, named, device_in((*known, *named.values())))
             if recipe is not None:
                 return self._hollow(recipe)

@@ -127,24 +127,29 @@ class Recipe:
 
     def whole(self) -> torch.Tensor:
         """All of its bytes, on a storage of their own. Call below autograd."""
-        made: dict[int, torch.Tensor] = {}
-
-        def real(value: Any) -> Any:
-            if type(value) is list:
-                return [real(v) for v in value]
-            if type(value) is not Seen:
-                return value
-            if id(value.recipe) not in made:
-                made[id(value.recipe)] = value.recipe.whole()
-            return made[id(value.recipe)].as_strided(value.size, value.stride, value.offset)
-
-        result = self.func(*map(real, self.args), **{k: real(v) for k, v in self.kwargs.items()})
+        result = run_whole(self.func, self.args, self.kwargs)
         assert isinstance(result, torch.Tensor)
         return result
 
     def tile(self, make: Callable[[Recipe], torch.Tensor], span: Span) -> torch.Tensor:
         """The tile `span` as a matrix. `make` gives the same tile of a parent."""
         raise NotImplementedError
+
+
+def run_whole(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The result of an op on whole tensors, which are made for it. Call below autograd."""
+    made: dict[int, torch.Tensor] = {}
+
+    def real(value: Any) -> Any:
+        if type(value) is list:
+            return [real(v) for v in value]
+        if type(value) is not Seen:
+            return value
+        if id(value.recipe) not in made:
+            made[id(value.recipe)] = value.recipe.whole()
+        return made[id(value.recipe)].as_strided(value.size, value.stride, value.offset)
+
+    return func(*map(real, args), **{k: real(v) for k, v in kwargs.items()})
 
 
 class Product(Recipe):

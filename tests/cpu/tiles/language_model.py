@@ -75,7 +75,13 @@ class Ran:
 
     @property
     def tiled(self) -> bool:
-        return self.status is not None and self.status.plan is not None and bool(self.status.plan.tiles)
+        """Whether a plan in tiles was put in force."""
+        return any(" runs in tiles of " in line for line in self.lines)
+
+    @property
+    def why_whole(self) -> list[str]:
+        """The lines that say why no head runs in tiles."""
+        return [line for line in self.lines if line.startswith("MemOpt: no loss head runs in tiles: ")]
 
 
 def _trained(loop: Loop, model: nn.Module, **options: Any) -> Ran:

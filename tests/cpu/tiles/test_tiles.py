@@ -1,0 +1,267 @@
+"""Recipes, hollow tensors, proofs, and what becomes of tiles in plans and files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_memopt import MemOptConfig, optimize
+from lightning_memopt.errors import ConfigError, PlanFileError
+from lightning_memopt.native.engine import loaded
+from lightning_memopt.plan import TiledHead, plan_from_json, plan_to_json, tiles_text
+from lightning_memopt.plan.logits import head_of
+from lightning_memopt.runtime.tiles import Proof, Sizes, TileMode
+from tests.cpu.lib.engines import needs_native
+from tests.cpu.tiles import test_loops
+from tests.cpu.tiles.language_model import CLASSES, LanguageModel, batches, compare
+
+pytestmark = needs_native
+_ROWS, _WIDTH = 96, 48
+
+
+def _head(dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(_ROWS, _WIDTH, generator=generator, dtype=torch.float32).to(dtype).requires_grad_()
+    w = (torch.randn(CLASSES, _WIDTH, generator=generator) * 0.2).to(dtype).requires_grad_()
+    target = torch.randint(0, CLASSES, (_ROWS,), generator=generator)
+    target[::7] = -100
+    return x, w, target
+
+
+def _run(mode, x, w, target, reduction="mean", before_backward=lambda logits: None):
+    """The loss and the gradients under a mode; without one where it is None."""
+    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    if mode is not None:
+        mode.inside = True
+        mode.enter()
+    try:
+        logits = F.linear(x, w)
+        loss = F.cross_entropy(logits.float(), target, reduction=reduction)
+        before_backward(logits)
+        loss.sum().backward()
+    finally:
+        if mode is not None:
+            mode.end()
+            mode.leave()
+    return loss.detach(), x.grad, w.grad
+
+
+def _mode(work):
+    return TileMode(CLASSES, work, notes=True)
+
+
+def _proven(x, w, target, rows, columns, reduction="mean"):
+    proof = Proof(list(rows), list(columns))
+    _run(_mode(proof), x, w, target, reduction)
+    return proof
+
+
+@pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64))
+def test_sizes_that_are_proven_give_the_bits_of_whole_ops_on_other_values(dtype, reduction):
+    x, w, target = _head(dtype)
+    proof = _proven(x, w, target, (48, 32, 16), (1024, 512, 256, 128), reduction)
+    assert proof.exits == 3
+    if dtype is torch.float32:
+        assert proof.rows and proof.columns
+    for rows in proof.rows:
+        for columns in proof.columns:
+            for seed in (1, 2):
+                other = _head(dtype, seed)
+                whole = _run(None, *other, reduction)
+                tiled = _run(_mode(Sizes(rows, columns, frozenset(proof.ops))), *other, reduction)
+                assert all(map(torch.equal, whole, tiled))
+
+
+def test_a_proof_drops_sizes_that_give_other_bits(monkeypatch):
+    from lightning_memopt.runtime.tiles.exits import Product
+
+    into = Product.into
+
+    def wrong(self, out, span):
+        into(self, out, span)
+        if span.end - span.first == 16:
+            out.view(torch.int32)[0, 0] ^= 1
+
+    monkeypatch.setattr(Product, "into", wrong)
+    proof = _proven(*_head(), (48, 16), (512, 256))
+    assert (proof.rows, proof.columns) == ([48], [512, 256])
+    assert proof.wrong == "aten::mm"
+
+
+def test_an_op_that_was_not_compared_runs_whole():
+    x, w, target = _head()
+    whole = _run(None, x, w, target)
+    mode = _mode(Sizes(48, 512, frozenset({"aten::mm", "aten::_log_softmax"})))
+    assert all(map(torch.equal, whole, _run(mode, x, w, target)))
+    assert mode.outcome.read["aten::nll_loss_forward"] == _ROWS * CLASSES * 4
+
+
+def test_a_hollow_tensor_looks_like_the_whole_one_and_has_no_bytes():
+    x, w, target = _head()
+    ops = frozenset(_proven(x, w, target, (48,), (512,)).ops)
+    seen = []
+
+    def look(logits):
+        seen.append((logits.shape, logits.stride(), logits.dtype, logits.device, logits.untyped_storage().nbytes()))
+
+    _run(_mode(Sizes(48, 512, ops)), x, w, target, before_backward=look)
+    _run(None, x, w, target, before_backward=look)
+    assert seen[0][:-1] == seen[1][:-1]
+    assert seen[0][-1] == 0
+
+
+def test_memory_that_is_read_unseen_raises_instead_of_giving_other_numbers():
+    x, w, target = _head()
+    ops = frozenset(_proven(x, w, target, (48,), (512,)).ops)
+
+    def read(logits):
+        with pytest.raises(RuntimeError, match="MemOpt computes this tensor tile by tile"):
+            torch.frombuffer(memoryview(logits.detach().numpy()), dtype=torch.float32)  # no run: nobody watches numpy()
+
+    _run(_mode(Sizes(48, 512, ops)), x, w, target, before_backward=read)
+
+
+def test_recipes_are_freed_with_their_tensors():
+    x, w, target = _head()
+    ops = frozenset(_proven(x, w, target, (48,), (512,)).ops)
+    mode = _mode(Sizes(48, 512, ops))
+    _run(mode, x, w, target)
+    assert not list(mode._recipes)
+
+
+def test_the_peak_of_a_step_is_predicted_and_measured_without_logits():
+    ran = compare(test_loops.inside)
+    (head,) = ran.status.plan.tiles
+    assert head.module == "head"
+    assert head.classes == CLASSES
+    assert head.unmade_nbytes == 256 * CLASSES * 4
+    whole = compare(test_loops.inside, tile="off").status
+    assert ran.status.measured_peak_nbytes < whole.measured_peak_nbytes - 2 * head.unmade_nbytes
+    assert abs(ran.status.measured_peak_nbytes - ran.status.plan.predicted.needed_nbytes) <= 4096
+    assert ran.status.plan.unmodified_peak_nbytes > ran.status.measured_peak_nbytes + 2 * head.unmade_nbytes
+
+
+def test_a_budget_that_no_plan_keeps_without_tiles():
+    whole = compare(test_loops.inside, tile="off").status.plan.predicted.needed_nbytes
+    ran = compare(test_loops.inside, budget=whole - 3 * (1 << 20))
+    assert ran.tiled
+    assert ran.status.measured_peak_nbytes <= whole - 3 * (1 << 20)
+
+
+def test_a_budget_that_the_step_keeps_as_it_is_needs_no_tiles():
+    ran = compare(test_loops.inside, budget=1 << 30)
+    assert not ran.tiled
+    assert not ran.why_whole
+
+
+def test_a_plan_in_a_file_runs_in_tiles_after_it_has_been_proven_here(tmp_path):
+    path = str(tmp_path / "plan.json")
+
+    def saving(model, optimizer, log, run):
+        test_loops.inside(model, optimizer, log, run)
+        if run() is not None:
+            run().save_plan(path)
+
+    tiles = compare(saving).status.plan.tiles
+    again = compare(test_loops.inside, plan=path)
+    assert again.status.plan.tiles == tiles
+
+
+def test_a_file_with_wrong_tiles_is_refused(tmp_path):
+    path = str(tmp_path / "plan.json")
+
+    def saving(model, optimizer, log, run):
+        test_loops.inside(model, optimizer, log, run)
+        if run() is not None:
+            run().save_plan(path)
+
+    compare(saving)
+    content = json.loads((tmp_path / "plan.json").read_text())
+    plan, graph = plan_from_json(content)
+    assert plan_from_json(json.loads(json.dumps(plan_to_json(plan, graph))))[0] == plan
+    content["plan"]["tiles"][0]["rows"] = 0
+    with pytest.raises(PlanFileError, match=r"plan.tiles\[0\]"):
+        plan_from_json(content)
+
+
+def test_another_number_of_threads_leaves_the_head_whole():
+    threads = torch.get_num_threads()
+
+    def changing(model, optimizer, log, run):
+        try:
+            for step, (ids, labels) in enumerate(batches(9)):
+                torch.set_num_threads(threads + (step > 6))
+                loss = model(ids, labels)[1]
+                loss.backward()
+                log.note(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            torch.set_num_threads(threads)
+
+    ran = compare(changing)
+    assert [line for line in ran.why_whole if "threads" in line]
+
+
+def test_a_model_without_a_loss_head_is_told_so():
+    from torch import nn
+
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    lines = []
+    with optimize(model, optimizer, budget="min", tile="exact", verbose=False) as run:
+        run.session._tiling._say = lines.append
+        for _ in range(4):
+            model(torch.randn(8, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [line for line in lines if "no product of matrices was found" in line]
+
+
+def test_the_head_of_a_step_is_found_wherever_the_loss_is():
+    graphs = []
+
+    def looking(loop):
+        def looked(model, optimizer, log, run):
+            loop(model, optimizer, log, run)
+            if run() is not None:
+                graphs.append(run().status().graph)
+
+        return looked
+
+    for loop in (test_loops.inside, test_loops.outside):
+        compare(looking(loop), tile="off")
+    for graph in graphs:
+        op = head_of(graph)
+        assert op is not None
+        assert op.scope.partition("#")[0] == "head"
+        assert graph.tensors[op.outputs[0]].size == (256, CLASSES)
+
+
+def test_options():
+    with pytest.raises(ConfigError, match="tile is 'all'"):
+        MemOptConfig(tile="all")
+    head = TiledHead(module="head", classes=2048, rows=64, columns=512, unmade_nbytes=1 << 20)
+    assert tiles_text([head]) == (
+        "the loss head of head runs in tiles of 64 rows and 512 columns; 1.00 MiB of logits are never whole"
+    )
+    assert "columns" not in tiles_text([dataclasses.replace(head, columns=0)])
+
+
+def test_a_run_without_a_native_engine_is_told_so(monkeypatch):
+    monkeypatch.setattr("lightning_memopt.session.tiling.loaded", lambda: None)
+    ran = compare(test_loops.inside)
+    assert [line for line in ran.why_whole if "the native engine is not there" in line]
+    assert loaded() is not None
+
+
+def test_a_model_is_left_as_it_was():
+    model = LanguageModel()
+    compare(test_loops.inside, model)
+    assert not model.head._forward_pre_hooks
+    assert "_compiled_call_impl" not in vars(model.head)
