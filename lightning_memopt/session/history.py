@@ -117,7 +117,7 @@ def _on_their_way(handled: bool) -> list[BaseException]:
 
 
 def _ids(errors: list[BaseException]) -> set[int]:
-    """Of the errors the ids only: their tracebacks hold the tensors of their frames."""
+    """Only the ids of errors are kept, because their tracebacks hold the tensors of their frames."""
     return set(map(id, errors))
 
 

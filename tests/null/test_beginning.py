@@ -94,7 +94,7 @@ def test_of_equal_blocks_that_of_the_segment_told_first_serves() -> None:
 
 
 def test_a_full_segment_serves_first_or_last_once_its_gradient_is_freed() -> None:
-    """Nobody can tell when it serves: where a tensor comes into its hole, it stays, and the other segment goes, or not."""
+    """Either segment may serve the next tensor. The one that does stays, and the other may be freed."""
     full = segment(0, (4 * MIB, True), (16 * MIB, True), (20 * MIB, True))
     other = segment(64 * MIB, (4 * MIB, False), (40 * MIB, True))
     kinds: dict[int, Any] = {0: "gradient", 4 * MIB: "parameter", 20 * MIB: "optimizer_state", 68 * MIB: "parameter"}
@@ -136,7 +136,7 @@ def test_the_order_with_the_higher_peak_counts() -> None:
 
 
 def test_tensors_without_bytes_take_no_block() -> None:
-    """A counter of steps is on the host; the graph says that it has no bytes on the device."""
+    """The optimizer's step counter is on the host. In the graph it has no bytes on the device."""
     allocator = Allocator()
     wanted = [Wanted(0, 0, "optimizer_state"), Wanted(1, 512, "optimizer_state")]
     beginning = Beginning([segment(0, (512, True), (2 * MIB - 512, False))], {0: "optimizer_state"})

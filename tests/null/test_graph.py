@@ -55,7 +55,7 @@ def test_versions_of_a_storage_are_counted_once() -> None:
 
 
 def test_what_was_packed_is_the_version_of_that_moment() -> None:
-    """Autograd reads the last version of three; each save was packed when another one was there."""
+    """A tensor has three versions. Each save was packed at another one, and backward reads the last."""
     step = Step()
     (a,) = step.op(step.given(8), makes=(100,))
     (b,) = step.op(a, makes=(), mutates=(a,))

@@ -85,7 +85,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def test_no_module_imports_itself_by_a_circle() -> None:
-    """Also not by imports for types alone, or inside of functions. The package itself imports its public names lazily."""
+    """No import cycles, including imports for types and inside functions. The package imports its public names lazily."""
     edges = imports()
     edges["lightning_memopt"] = set()
     while leaves := [name for name, needs in edges.items() if not needs & edges.keys()]:
@@ -99,7 +99,7 @@ CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "proce
 
 
 def test_clocks_come_from_one_module() -> None:
-    """A module that reads a clock of `time` by name takes a reading of a script that has replaced the clock."""
+    """A module that calls `time`'s clock directly would use up a reading of a script that has replaced the clock."""
     reads = set()
     for path, tree in TREES.items():
         for node in ast.walk(tree):
@@ -126,7 +126,7 @@ ALLOWED_IMPORTS = {
 
 
 def test_p29_names_in_files_import_nothing() -> None:
-    """Few files import by name, and none of them reads a plan: what they import is written there, or was typed."""
+    """Few files import modules by name. Those names are literals or were typed by the user, and never come from a plan."""
     found = set()
     for path, tree in TREES.items():
         for node in ast.walk(tree):
@@ -208,7 +208,7 @@ def _exists(name: str) -> bool:
 
 
 def test_every_package_is_in_a_layer() -> None:
-    """The import contract says so of all of them: one that was forgotten would import what it likes."""
+    """The import contract must list every package: a package that it does not list could import anything."""
     contract = (PACKAGE.parent / "pyproject.toml").read_text().partition('name = "imports point at data"')[2].partition("]]")[0]
     assert "exhaustive = true" in contract
     layers = contract.partition("layers = [")[2].partition("\n]")[0]

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def step() -> Graph:
-    """Two alike ops, one that reads more, and one that makes bfloat16."""
+    """Four ops: two alike, one that reads more, and one with a bfloat16 result."""
     made = Step()
     x, wide = made.given(nbytes=1000), made.given(nbytes=5000)
     made.op(x, name="sin")
@@ -47,7 +47,7 @@ def test_what_ops_take() -> None:
 
 
 def test_random_times_are_the_same_in_every_process() -> None:
-    """Of alike ops, too; two seeds are two machines."""
+    """Alike ops take the same time, and two seeds are two machines."""
     code = "from test_machines import seconds; print(*seconds('random-1'))"
     ended = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, env={"PYTHONPATH": f"{ROOT}:."}, check=True, capture_output=True, text=True)  # fmt: skip # noqa: E501
     assert list(map(float, ended.stdout.split())) == seconds("random-1")

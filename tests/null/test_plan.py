@@ -152,7 +152,7 @@ def test_a_second_run_allocates_what_it_does_not_make_again() -> None:
 
 @pytest.mark.parametrize("recomputable", [True, False])
 def test_what_no_op_makes_again_stays_until_all_saves_of_it_are_released(recomputable: bool) -> None:
-    """Backward asked for one save of it, and never for the other, which autograd holds longer. In a later step it may ask."""
+    """Backward asked for one save of the tensor but not for the other, which lives longer. A later step may ask for it."""
     step = Step()
     (a,) = step.op(step.given(), makes=(100,), saves=("out",))
     step.op(a, saves=(a,))
@@ -166,7 +166,7 @@ def test_what_no_op_makes_again_stays_until_all_saves_of_it_are_released(recompu
 
 
 def test_what_backward_never_asks_for_stays_until_autograd_releases_it() -> None:
-    """Rebuilds start from it, and are over before."""
+    """Rebuilds start from the tensor, and are over before autograd releases it."""
     step = Step()
     (a,) = step.op(step.given(), makes=(100,), saves=("out",))
     (b,) = step.op(a)
@@ -204,7 +204,7 @@ def test_lives_that_cannot_begin_are_refused() -> None:
 
 
 def test_lives_begin_where_autograd_asks_for_what_an_op_made() -> None:
-    """What was there before the step is asked for without us: nobody would run a segment there."""
+    """Autograd gets what existed before the step without asking the engine, so no segment can run at that point."""
     step = Step()
     w = step.given(kind="parameter")
     (x,) = step.op(w, recomputable=False, saves=["out"])

@@ -79,7 +79,7 @@ def test_the_validator_refuses_what_the_step_does_not_allow() -> None:
 @pytest.mark.parametrize("beside", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(25))
 def test_the_fewest_updates_for_a_budget(seed: int, beside: int) -> None:
-    """By all choices. Where what an update takes is not in proportion to its gradient, more may be chosen, never too few."""
+    """Compared with all choices. If updates are not proportional to their gradients, more may be chosen, but never too few."""
     for graph, exact in ((step(seed, beside), True), (step(seed), False)):
         lives = keep_all(graph)
         levels = simulate(graph, lives).nbytes

@@ -37,7 +37,7 @@ class SavedTensorHooks:
         self._entered = True
 
     def leave(self) -> None:
-        """Take ours off; those that were entered above them, and are still on, stay."""
+        """Take our hooks off the stack. Hooks that were entered after ours and are still on stay."""
         if not (self._entered or self.innermost):
             return
         self._entered = False

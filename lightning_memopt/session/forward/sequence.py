@@ -100,7 +100,7 @@ class Sequence:
         self.now = self._all = ()
 
     def given_up(self) -> None:
-        """The forward comes to nothing: a call of it raised."""
+        """The forward is given up, because one of its calls raised."""
         self.now = self._all = ()
 
     def step_ended(self) -> None:

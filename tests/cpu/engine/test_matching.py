@@ -70,7 +70,7 @@ class Skipping(nn.Module):
 
 
 def test_a_plan_is_made_for_the_longest_forward_that_was_observed() -> None:
-    """Made for the shortest one, it would keep whole layers in the steps that run them all."""
+    """A plan for the shortest forward would keep whole layers in the steps that run all of them."""
 
     def build(calls: set[int]) -> nn.Module:
         torch.manual_seed(0)
@@ -89,7 +89,7 @@ def test_a_plan_is_made_for_the_longest_forward_that_was_observed() -> None:
 
 
 class Aside(nn.Module):
-    """A head whose output no loss is taken of, made before the layers that matter and alive until they have run."""
+    """A head without a loss: its output is made before the layers that matter and lives until they have run."""
 
     def __init__(self) -> None:
         super().__init__()

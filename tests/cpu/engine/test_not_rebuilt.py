@@ -119,7 +119,7 @@ class Added(nn.Module):
 
 
 def test_a_sum_in_place_with_what_never_runs_again() -> None:
-    """What is added is held, so the sum and what follows it are rebuilt."""
+    """The tensor that is added is held, so the sum and the ops after it can be rebuilt."""
     model = Added()
     with stepped(model) as step:
         program = least(step.graph)
@@ -164,7 +164,7 @@ class Penalised(nn.Module):
 @pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_native)])
 @pytest.mark.parametrize("kind", ["written", "unused"])
 def test_what_a_backward_in_the_forward_rebuilt_stays(kind: str, native: bool) -> None:
-    """An op made it, but it cannot be dropped: what this op reads has been let go of."""
+    """The tensor was made by an op, but cannot be dropped, because the inputs of that op have been freed."""
     model = Penalised(kind)
     with stepped(model) as step, contextlib.nullcontext() if native else engine.without():
         program = least(step.graph)
@@ -182,7 +182,7 @@ _is_forward = [True]
 
 
 def _normed(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Two results, of which a second run leaves the second one unwritten: then nobody may read that one."""
+    """Two results. A second run leaves the second one unwritten, so nothing may read it then."""
     return x.sin(), x.cos() if _is_forward[0] else torch.full_like(x, torch.nan)
 
 
@@ -241,7 +241,7 @@ def slopes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stepped]:
 
 @pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_native)])
 def test_ops_that_make_one_of_their_results_again(slopes: Stepped, native: bool) -> None:
-    """The others are kept, whatever the budget: with the bits of the plain step, and as many bytes as predicted."""
+    """The other results are kept under any budget. Bits are those of the plain step, bytes as predicted."""
     graph = slopes.graph
     unrebuilt = {t for op in graph.forward for t in op.unrebuilt}
     assert len(unrebuilt) == 4 * 3 and unrebuilt <= graph.anchors

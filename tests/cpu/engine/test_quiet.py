@@ -185,7 +185,7 @@ def closes(small: Small, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_a_context_that_is_left_elsewhere(name: str, left: list[nn.Module]) -> None:
-    """It stays where it is on its stack: the rest of the forward is not recorded."""
+    """The context stays in its place on the stack, and the rest of the forward is not recorded."""
 
     def factory() -> nn.Module:
         parts = Parts(opens, closes)
@@ -265,7 +265,7 @@ def test_a_save_behind_the_last_op_of_a_module_is_handled() -> None:
 
 
 def test_a_call_in_another_thread_is_no_part_of_the_forward() -> None:
-    """It begins before a module of the forward, and ends in the middle of it."""
+    """The other call begins before a module of the forward, and ends in the middle of that module."""
     model = nn.Sequential(nn.Identity(), nn.Tanh())
     begun, may_end = threading.Event(), threading.Event()
     ops = [0]

@@ -201,7 +201,7 @@ def test_left_out_layers_under_other_plans(share: float, seed: int, monkeypatch:
 
 
 def test_without_a_way_back_the_budget_is_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests above must be able to fail."""
+    """A check of the tests above: they can fail."""
     monkeypatch.setattr(Places, "find", lambda *_: None)
     peaks, above, _ = kept(lambda: Layers(SKIPS, True, True), len(SKIPS), 0.35)
     assert max(peaks) > above
@@ -209,7 +209,7 @@ def test_without_a_way_back_the_budget_is_exceeded(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("share", [0.6, 0.4])
 def test_sizes_that_python_decides_on_keep_the_budget(share: float) -> None:
-    """The results of an expert are as many as its tokens, which no op of the graph says."""
+    """An expert has as many results as tokens, and no op of the graph shows how many these are."""
     peaks, above, found = kept(lambda: Stack(*(Routed() for _ in range(4))), 8, share)
     assert max(peaks) <= above, f"{peaks} measured, {above} allowed"
     assert not found.drift.deviated
@@ -227,7 +227,7 @@ def test_experts_without_tokens_keep_the_budget(seed: int | None, monkeypatch: p
 
 @pytest.mark.parametrize("first", [False, True], ids=["post", "pre"])
 def test_a_second_backward_of_a_step_that_leaves_out_layers(first: bool) -> None:
-    """Nothing that it needs is let go of, although the forward passes over parts of the plan."""
+    """Nothing that the second backward needs is freed, although the forward skips parts of the plan."""
     _, expected, _ = trained(lambda: Layers(SKIPS, first, False), len(SKIPS), None, retained=4)
     plain, _, _ = trained(lambda: Layers(SKIPS, first, False), len(SKIPS), None)
     _, got, _ = trained(lambda: Layers(SKIPS, first, False), len(SKIPS), int(0.5 * max(plain)), retained=4)

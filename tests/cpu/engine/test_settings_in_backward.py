@@ -50,7 +50,7 @@ CHANGED: dict[str, Callable[[], Any]] = {
     "denormal numbers, unseen": lambda: _set_denormal(True),
 }
 OF_THREADS = "number of threads", "number of threads, unseen", "denormal numbers", "denormal numbers, unseen"
-"""Each thread has these for itself: what another one sets changes nothing here."""
+"""These settings belong to a thread: setting them in another thread changes nothing here."""
 
 
 def set_everywhere(flags: tuple[Any, ...]) -> None:

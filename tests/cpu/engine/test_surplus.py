@@ -270,7 +270,7 @@ def test_copies_are_counted() -> None:
 
 
 def test_a_look_for_bytes_to_let_go_of_is_not_repeated_at_every_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It visits the whole tape, and may find nothing again and again: in a solver of many small steps, at each of its ops."""
+    """A search visits the whole tape. In a solver of many small steps, it could find nothing at each of its ops."""
     looks, ops = [0], [0]
     recorded = ObservingEngine.recorded
 
@@ -353,7 +353,7 @@ def test_what_cannot_be_compared_is_kept_where_torch_does_not_say_that_it_repeat
 
 
 def test_a_copy_counts_as_memory_and_is_nothing_that_the_user_made() -> None:
-    """Else an observed step takes copies without end: each of them is free by the counter, and held by the recorder."""
+    """Otherwise an observed step would copy without end: the counter would call each copy free while the recorder holds it."""
     counts, seen = counter(), list[Tensor]()
     assert counts is not None
     t = torch.randn(3, 1000)[1:]

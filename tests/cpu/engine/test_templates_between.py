@@ -184,7 +184,7 @@ def test_peak_and_lives_of_steady_steps(plan):
 
 
 def test_side_modules_run_unrecorded():
-    """The tests above test what they say: a module that nothing depends on is left by the recorder."""
+    """A check of the tests above: the recorder really leaves a module that nothing depends on."""
     left = []
     original = PlannedRecording._module_ends
 

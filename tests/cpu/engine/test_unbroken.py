@@ -70,7 +70,7 @@ def test_what_has_no_ops_is_left_out() -> None:
 
 
 def test_a_part_that_another_module_calls_right_behind() -> None:
-    """The second call is not part of the module whose part it is."""
+    """A part that is called again after its module does not belong to the module in that call."""
 
     def call(x: torch.Tensor, first: nn.Module) -> torch.Tensor:
         return first.layers[0](first(x))

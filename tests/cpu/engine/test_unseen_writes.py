@@ -61,7 +61,7 @@ def shifted(model: Net, h: Tensor) -> Tensor:
 
 
 def straight(model: Net, h: Tensor) -> Tensor:
-    """From the memory of an array, with nothing in between."""
+    """Ops that start directly from the memory of an array."""
     return h + torch.from_numpy(model.batch).exp().sin().exp()
 
 

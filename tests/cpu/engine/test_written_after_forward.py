@@ -389,7 +389,7 @@ class Trunk(nn.Module):
 
 @pytest.mark.parametrize("factory", [Parts, Trunk])
 def test_a_part_without_a_backward_is_held_at_the_update(factory: Callable[[], nn.Module]) -> None:
-    """EXACT. It stays, and what is let go of before the update is rebuilt all the same."""
+    """EXACT. The part stays in memory. What is dropped before the update is still rebuilt."""
     run = agrees(factory, squares, budget="min")
     assert_drops(run)
     frontier = run.session.status().frontier
@@ -397,7 +397,7 @@ def test_a_part_without_a_backward_is_held_at_the_update(factory: Callable[[], n
 
 
 def test_a_part_that_is_held_can_be_read_after_the_update() -> None:
-    """Autograd may read it if that needs no weight: what it saved has the bytes of the forward."""
+    """Its backward may run if it needs no weight: what autograd saved still has the bytes of the forward."""
 
     def train_on(model: Trunk, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         found = []

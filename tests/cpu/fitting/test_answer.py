@@ -26,6 +26,7 @@ from lightning_memopt.fitting.recording import record
 from lightning_memopt.fitting.sources import of_training, source_of
 from lightning_memopt.fitting.unfilled import Unfilled
 from lightning_memopt.session.solve.foresight import unmodified_peak
+from tests.cpu.lib.trainings import training_of
 
 WIDTH = 256
 
@@ -35,13 +36,7 @@ def chain(batch: int) -> Training:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(12)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(batch, WIDTH)
-
-    def step() -> None:
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Training(model, optimizer, step)
+    return training_of(model, optimizer, lambda: model(x).square().mean())
 
 
 CHAIN = of_training("chain", chain, 4096)
@@ -132,13 +127,7 @@ def test_a_plan_for_larger_batches_on_a_card_that_the_update_fills() -> None:
     def build(batch: int) -> Training:
         model = chain(1).model
         optimizer = torch.optim.Adam(model.parameters())
-
-        def step() -> None:
-            model(torch.randn(batch, WIDTH)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return Training(model, optimizer, step)
+        return training_of(model, optimizer, lambda: model(torch.randn(batch, WIDTH)).square().mean())
 
     source = of_training("chain", build, 64)
     nbytes = answered(source, [card(1 << 40)]).peak_nbytes

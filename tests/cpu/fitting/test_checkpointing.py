@@ -30,6 +30,7 @@ from lightning_memopt.integrations.transformers_private import checkpointing_fun
 from lightning_memopt.native.counting import install
 from lightning_memopt.session.solve.foresight import unmodified_peak
 from tests.cpu.fitting.test_answer import card, config
+from tests.cpu.lib.trainings import training_of
 
 SMALL: dict[str, dict[str, int]] = {
     "gpt2": {"layers": 3, "batch": 16, "length": 64},
@@ -108,13 +109,7 @@ def layers(around: Callable[..., Any] = plainly, leaves_out: bool = False) -> Tr
     model = Layers(around, leaves_out).to(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(256, 32, 64, dtype=torch.bfloat16, requires_grad=True)
-
-    def step() -> None:
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Training(model, optimizer, step)
+    return training_of(model, optimizer, lambda: model(x).square().mean())
 
 
 KINDS = pytest.mark.parametrize("reentrant", [False, True], ids=["hooks", "reentrant"])

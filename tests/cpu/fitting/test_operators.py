@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_memopt.bench.subject import Training
 from lightning_memopt.fitting.recording import record
 from lightning_memopt.graph import Graph
+from tests.cpu.lib.trainings import training_of
 
 ROWS, WIDTH = 8, 32
 Adam = Callable[[Any], torch.optim.Optimizer]
@@ -26,13 +27,7 @@ def graph_of(model: nn.Module, run: Callable[[nn.Module], Tensor], adam: Adam = 
 
     def build() -> Training:
         optimizer = adam(model.parameters())
-
-        def step() -> None:
-            run(model).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return Training(model, optimizer, step)
+        return training_of(model, optimizer, lambda: run(model).square().mean())
 
     return record(build, cuda=True).graph
 

@@ -34,6 +34,7 @@ from tests.cpu.lib.harness import assert_same_tree, same_bits
 from tests.cpu.lib.loops import counted_nbytes, leaves_nothing
 from tests.cpu.lib.said import Said
 from tests.cpu.lib.training_script import training_script
+from tests.cpu.lib.trainings import training_of
 
 STEPS = 5
 Build = Callable[..., Training]
@@ -56,13 +57,7 @@ def with_adapters(**sizes: int) -> Training:
     model, batch, _ = zoo.llama(**({"layers": 3, "batch": 4, "length": 64} | sizes))
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-
-    def step() -> None:
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Training(model, optimizer, step)
+    return training_of(model, optimizer, lambda: model(**batch).loss)
 
 
 BUILDS: dict[str, Build] = {
@@ -230,13 +225,7 @@ def net(layer: Callable[[Tensor], Tensor]) -> Training:
     torch.manual_seed(0)
     model = Net(layer)
     optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(512, 32)
-
-    def step() -> None:
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Training(model, optimizer, step)
+    return training_of(model, optimizer, lambda: model(x).square().mean())
 
 
 def test_the_same_weights_in_another_step_are_refused(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from lightning_memopt.units import format_nbytes
 from tests.cpu.lib.harness import same_bits
 from tests.cpu.lib.loops import counted_nbytes, leaves_nothing
 from tests.cpu.lib.training_script import training_script
+from tests.cpu.lib.trainings import training_of
 
 STEPS = 5
 Build = Callable[[], Training]
@@ -53,13 +54,7 @@ def chain(layer: Callable[[], nn.Module], optimizer: type[torch.optim.Optimizer]
         model = nn.Sequential(*layers, nn.Linear(width, 1))
         steps = optimizer(model.parameters(), lr=0.01)  # type: ignore[call-arg]
         x = torch.randn(batch, width)
-
-        def step() -> None:
-            model(x).square().mean().backward()
-            steps.step()
-            steps.zero_grad()
-
-        return Training(model, steps, step)
+        return training_of(model, steps, lambda: model(x).square().mean())
 
     return build
 

@@ -21,6 +21,7 @@ from lightning_memopt.fitting.operators import CudaOperators
 from lightning_memopt.fitting.recording import record
 from lightning_memopt.fitting.unfilled import Unfilled
 from lightning_memopt.fitting.workspaces import sum_nbytes
+from tests.cpu.lib.trainings import training_of
 
 SMALL: dict[str, dict[str, int]] = {
     "gpt2": {"layers": 2, "batch": 2, "length": 32},
@@ -213,13 +214,7 @@ def test_a_model_on_meta() -> None:
             model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
         _give_memory(model)
         optimizer = torch.optim.Adam(model.parameters())
-
-        def step() -> None:
-            model(torch.randn(8, 16)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return Training(model, optimizer, step)
+        return training_of(model, optimizer, lambda: model(torch.randn(8, 16)).square().mean())
 
     assert not different(record(lambda: build(True)).graph, computed(lambda: build(False)))
 
@@ -310,13 +305,7 @@ def test_the_workspace_of_attention(size: tuple[int, ...], groups: int, dtype: t
 
         model = Attends()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def step() -> None:
-            model().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return Training(model, optimizer, step)
+        return training_of(model, optimizer, lambda: model())
 
     ops = record(training, cuda=True).graph.ops
     (found,) = [op.workspace_nbytes for op in ops if op.name.endswith("efficient_attention_backward")]
@@ -344,13 +333,7 @@ def test_the_workspace_of_a_gradient_of_a_bias(dtype: torch.dtype) -> None:
     def training() -> Training:
         model = nn.Linear(64, 1280, dtype=dtype)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def step() -> None:
-            model(torch.randn(32, 257, 64, dtype=dtype)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return Training(model, optimizer, step)
+        return training_of(model, optimizer, lambda: model(torch.randn(32, 257, 64, dtype=dtype)).square().mean())
 
     ops = record(training, cuda=True).graph.ops
     assert [op.workspace_nbytes for op in ops if op.name == "aten::sum.dim_IntList"] == [84541480]

@@ -19,6 +19,7 @@ from lightning_memopt.fitting.operators import Reads
 from lightning_memopt.fitting.recording import record
 from lightning_memopt.fitting.unfilled import Unfilled
 from lightning_memopt.fitting.values import Unknown
+from tests.cpu.lib.trainings import training_of
 
 TOKENS, WIDTH, EXPERTS = 96, 64, 4
 
@@ -64,13 +65,7 @@ def training(kind: type[nn.Module]) -> Training:
     model = kind()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     x = torch.randn(TOKENS, WIDTH)
-
-    def step() -> None:
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Training(model, optimizer, step)
+    return training_of(model, optimizer, lambda: model(x).square().mean())
 
 
 def to_two(asked: Unknown) -> Any:

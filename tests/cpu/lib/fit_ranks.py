@@ -21,6 +21,7 @@ from lightning_memopt.graph import graph_to_json
 from lightning_memopt.trace import count_all
 from tests.cpu.lib.forked import failed, forked
 from tests.cpu.lib.sharded import BATCH, LENGTH, WORDS, Language
+from tests.cpu.lib.trainings import training_of
 
 WORLD = 2
 
@@ -47,13 +48,7 @@ def language() -> Training:
     shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     words = torch.randint(0, WORDS, (BATCH, LENGTH))
-
-    def step() -> None:
-        functional.cross_entropy(model(words).flatten(0, 1), words.flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Training(model, optimizer, step)
+    return training_of(model, optimizer, lambda: functional.cross_entropy(model(words).flatten(0, 1), words.flatten()))
 
 
 def odd() -> Training:
@@ -62,13 +57,7 @@ def odd() -> Training:
     shard(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
     x = torch.randn(64, 16, dtype=torch.bfloat16)
-
-    def step() -> None:
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Training(model, optimizer, step)
+    return training_of(model, optimizer, lambda: model(x).square().mean())
 
 
 CASES: dict[str, Callable[[], Training]] = {"language": language, "odd": odd}

@@ -123,7 +123,7 @@ def test_a_refusal_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_generators_and_caches_of_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a device that this process has not used are left alone: to read them would open a context."""
+    """Generators and caches of a device that this process has not used are left alone: reading them would open a context."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: XPU)
     put: list[Any] = []
     calls: list[str] = []

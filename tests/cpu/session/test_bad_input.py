@@ -266,7 +266,7 @@ def test_refused_before_the_first_update_by_lightning(least: int) -> None:
 
 
 def test_what_gets_no_gradient_is_not_counted(least: int) -> None:
-    """A part of the model that is never run needs neither gradients nor state: no budget is refused because it might."""
+    """A part of the model that never runs needs neither gradients nor state, so no budget is refused because of it."""
 
     class Half(nn.Module):
         def __init__(self) -> None:

@@ -49,7 +49,7 @@ def taken() -> None:
 
 @needs_native
 def test_what_is_of_no_user_is_not_counted() -> None:
-    """Not counted are a solve, and the steps of other runs, which those runs measure."""
+    """A solve is not counted, nor are the steps of other runs: those runs measure them."""
     install()
     between, other = Between(), Between()
     between.step_ended(True, CPU, None)
@@ -88,7 +88,7 @@ def test_steps_without_a_plan_do_not_count(recwarn: pytest.WarningsRecorder) -> 
 
 
 def test_a_device_tells_what_it_reserved_since_a_meter_was_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No peak is reset for it."""
+    """Reading what was reserved resets no peak."""
     reserved = [5, 9]
     calls: list[str] = []
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):

@@ -55,7 +55,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def counting() -> Iterator[Counter[str]]:
-    """The calls of functions of Python in this block, by their files. Each time that a generator goes on counts as a call."""
+    """Counts the calls of Python functions in this block, by file. Resuming a generator counts as a call."""
     found: Counter[str] = Counter()
 
     def seen(frame: FrameType, event: str, _: Any) -> None:
@@ -158,7 +158,7 @@ def test_an_attribute_that_user_code_sets_meanwhile() -> None:
 
 
 def test_only_what_a_run_changes_often_stays_until_its_end() -> None:
-    """Not what was watched often before it: each call of such a module would look for a listener."""
+    """What was watched often before the run does not stay: each call of such a module would look for a listener."""
     run, module = nn.Identity(), nn.Linear(2, 2)
 
     def watch() -> bool:

@@ -53,7 +53,7 @@ def test_what_is_measured_is_predicted(run, tmp_path):
 
 
 def test_costs_are_found_from_times_of_runs(monkeypatch):
-    """If the timed runs take as long as they would at certain costs, these costs are found."""
+    """Timed runs are made up from known costs, and these costs are found again."""
     true = costs.Costs(call=3e-6, argument=0.0, recorded=5e-6, rebuilt=7e-6, forward=1e-4, segment=2e-5)
     alone, touching, ops, few = 1e-6, 2e-7, 4 * costs._LINKS, 4
     chain = costs._Chain(costs._LINKS, torch.device("cpu"))
@@ -117,7 +117,7 @@ def test_measured_beside_whatever_is_entered_here():
 
 
 def test_measured_where_convolutions_never_run_again(monkeypatch):
-    """As on CUDA with `torch.backends.cudnn.benchmark`: the chain that is measured rebuilds its own all the same."""
+    """As on CUDA with `torch.backends.cudnn.benchmark`: the chain used for measuring still rebuilds its own tensors."""
 
     def may_run(func, device_type):
         return "convolution" not in str(func) and may_run_again(func, device_type)

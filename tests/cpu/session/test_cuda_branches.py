@@ -282,7 +282,7 @@ _lib.impl("seeded", _seeded, "CPU")
 
 
 class Attention(torch.autograd.Function):
-    """Saves a result that a second run makes again, and one that it does not."""
+    """Saves two results: running the op again makes the first one, but not the second."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -76,7 +76,7 @@ def test_our_own_work_is_measured_on_the_device_of_the_model(
 
 
 def test_a_solve_passes_the_device_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the session, with its number: a graph knows the type alone."""
+    """The session's device, with its number: a graph only knows the type."""
     asked: list[Any] = []
     measured = costs.measured
     monkeypatch.setattr(costs, "measured", lambda graph, device=None: asked.append(device) or measured(graph, device))
@@ -142,7 +142,7 @@ def test_tensors_of_another_gpu_are_not_charged_to_the_budget() -> None:
 
 
 def test_tensors_of_another_gpu_have_no_bytes_in_the_plan() -> None:
-    """Ops that read or make them, copies between the two devices among them, are the plan's."""
+    """Ops that read or make such tensors, including copies between the two devices, still belong to the plan."""
     learned = Learned(types.SimpleNamespace(graph=types.SimpleNamespace(device="cuda", forward=())))  # type: ignore[arg-type]
     learned.device = ZERO
     assert [learned.counted_nbytes(1000, device) for device in (ZERO, ONE)] == [1024, 0]

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:MemOpt. the forward left the pla
 
 
 class Changing(Small):
-    """After some calls it runs one of several other tails."""
+    """After some calls, the forward ends in one of several other ways."""
 
     def __init__(self, tails: list[int]) -> None:
         super().__init__(depth=2)
@@ -55,13 +55,13 @@ def test_a_lasting_change_is_planned_for() -> None:
 
 
 def test_now_and_then_is_no_drift() -> None:
-    """Every third forward takes another branch: the plan of the others stays."""
+    """Every third forward takes another branch. The plan for the other forwards stays in force."""
     found = trained(*[0] * 4, 2, 0, 0, 2, 0, 0, 2, 0)
     assert found.past.again == 0 and found.drift.deviated and found.drift.in_a_row == 0
 
 
 def test_observing_again_is_bounded() -> None:
-    """A forward that keeps changing is observed again three times, and not any more."""
+    """A forward that keeps changing is observed again three times, then never again."""
     found = trained(*[0] * 3, *[n for n in range(1, 8) for _ in range(4)])
     assert found.past.again == 3 and found.drift.in_a_row > 2
 

@@ -1,4 +1,4 @@
-"""A backward that raises in an observed step: no plan is made of the half that ran, which would let go of too much."""
+"""A backward raises in an observed step. No plan is made from the half that ran: it would drop too much."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def another_shape(steps: Steps) -> None:
 
 
 def updates_anyway(steps: Steps) -> None:
-    """The user updates by the gradients that are there."""
+    """The user updates with the gradients that exist so far."""
     raises_halfway(steps)
     steps.optimizer.step()
     steps.optimizer.zero_grad()

@@ -106,7 +106,7 @@ def test_a_longer_batch_borrows_a_plan() -> None:
 
 
 def test_a_longer_loop_is_kept_near_the_bytes_of_a_plan() -> None:
-    """More cells are other ops, which no plan of fewer cells knows: eviction lowers what the step takes."""
+    """A longer batch runs more cells than any plan knows. Eviction lowers the peak of its step."""
     lengths = [6, 6, 9, 12, 15]
     data = [words(128, n, seed=n) for n in lengths]
     plain, _, expected, _ = trained(recurrent, data)
@@ -128,7 +128,7 @@ def test_within_a_budget_longer_batches_are_observed_as_before() -> None:
 
 
 def test_where_rebuilding_is_too_slow_longer_batches_keep_all() -> None:
-    """`max_slowdown=1` keeps all of the first batch; a longer one is neither lent that plan nor kept small by eviction."""
+    """With `max_slowdown=1` the first plan keeps everything. A longer batch does not borrow it, and nothing is evicted."""
     data = [words(8, n, seed=n) for n in (32, 32, 48, 48)]
     plain, _, expected, _ = trained(wide, data)
     peaks, _, found, states = trained(wide, data, budget="min", max_slowdown=1.0)

@@ -12,7 +12,7 @@ from tests.cpu.lib.inside import state_of
 
 
 class Wide(Task):
-    """Its validation takes far more than a step of training."""
+    """A model whose validation takes far more memory than a training step."""
 
     def validation_step(self, batch: object, batch_idx: int, dataloader_idx: int = 0) -> None:
         torch.empty(1 << 24, dtype=torch.uint8).fill_(0)

@@ -190,7 +190,7 @@ def test_one_warning_where_no_plan_comes(use: Use, text: str) -> None:
 
 @pytest.mark.filterwarnings("error:MemOpt")
 def test_no_warning_while_paused_or_with_gradients_of_many_batches() -> None:
-    """Steps in `run.pause()` are not missed, nor is a step that takes its time."""
+    """No warning about steps in `run.pause()`, or about a step of many batches."""
 
     def use(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         torch.manual_seed(1)

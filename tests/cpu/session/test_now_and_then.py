@@ -135,7 +135,7 @@ def test_steps_that_are_alike_change_nothing() -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What came of each loop."""
+    """The outcome of each loop."""
     return written("now_and_then", tmp_path_factory.mktemp("trained"), timeout=300, **loops_count.environment())
 
 
@@ -155,7 +155,7 @@ def test_observed_steps_that_differ_are_planned_for(trained: dict[str, Any], nam
 @needs_native
 @pytest.mark.parametrize("name", [name for name in LOOPS if "later" in name])
 def test_steps_that_do_more_later_are_observed(trained: dict[str, Any], name: str) -> None:
-    """When such a step came twice, the next one is observed, and the plan keeps to its prediction from then on."""
+    """After the second such step, the next one is observed. From then on the plan keeps to its prediction."""
     found = trained[name]
     loop = LOOPS[name]
     assert found["same"]
@@ -170,7 +170,7 @@ def test_steps_that_do_more_later_are_observed(trained: dict[str, Any], name: st
 
 
 def test_when_the_next_one_is_due() -> None:
-    """As many steps after the last one as that came after the one before it."""
+    """The next such step is due after as many steps as there were between the last two."""
     recurring = Recurring()
     assert recurring.again(ahead=1) is None, "the first one may be the only one"
     assert [recurring.step_ended() for _ in range(4)] == [False] * 4
@@ -183,7 +183,7 @@ def test_when_the_next_one_is_due() -> None:
 
 @needs_native
 def test_steps_that_do_more_at_no_regular_distance_are_told_of() -> None:
-    """Three times the next one does not come when it is due; then a line says so, once."""
+    """If such a step is overdue three times, one line says so, once."""
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)

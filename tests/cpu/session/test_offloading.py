@@ -129,7 +129,7 @@ def test_below_what_recomputation_can_do(smallest: int) -> None:
 
 
 def test_on_a_gpu_too_the_smallest_plan_parks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There a budget is compared with reserved bytes, which are known for each plan by itself."""
+    """On such a device the budget is compared with reserved bytes, which must be computed for each plan."""
 
     class WithHost(Known):
         def of_transfers(self, measure: Any) -> MachineRates:
@@ -211,7 +211,7 @@ def test_masks_at_one_bit_are_lossless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_threshold_may_be_any_number() -> None:
-    """Backward of `threshold` is the op that ReLU's is: what both read is not kept as mere signs."""
+    """`threshold` and ReLU share a backward op. A tensor that both read cannot be kept as signs only."""
     torch.manual_seed(0)
     layers, x = nn.ModuleList(nn.Linear(64, 64) for _ in range(3)), torch.randn(64, 64)
 
@@ -230,7 +230,7 @@ def test_a_threshold_may_be_any_number() -> None:
 
 @torch.library.custom_op("memopt_hybrid::twice", mutates_args=())
 def twice(x: torch.Tensor) -> torch.Tensor:
-    """An op of which nobody has said that it may run again."""
+    """An op that is not declared safe to run again."""
     return x * 2
 
 
@@ -396,7 +396,7 @@ def test_the_strategy_takes_the_same_option() -> None:
 
 
 def test_host_needs_a_device_beside_it() -> None:
-    """The CPU's memory is what is to be saved: putting bytes beside it is refused, with what to do."""
+    """On the CPU, offloading to host memory saves nothing: it is refused, and the message says what to do."""
     model = small()
     with pytest.raises(ConfigError, match="disk"), optimize(model, sgd(model), offload="host", **QUIET):
         pass

@@ -228,7 +228,7 @@ def branching() -> nn.Module:
 
 
 def test_a_batch_that_runs_other_ops_is_observed() -> None:
-    """What borrows, leaves the plan, and takes more than the plan allows for, is observed by itself, once."""
+    """A batch that borrows a plan, leaves it and takes more than it allows is observed by itself, once."""
 
     def use(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         return train(model, optimizer, [words(6, n) for n in (48, 48, 48, 32, 32, 32, 32)])
@@ -240,7 +240,7 @@ def test_a_batch_that_runs_other_ops_is_observed() -> None:
 
 
 class Squared(Attending):
-    """Few long samples take more than many short ones, but it is the first dimension that is the length."""
+    """Few long samples take more than many short ones. Here the first dimension is the length."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.t())
@@ -252,7 +252,7 @@ def squared() -> nn.Module:
 
 
 def test_what_is_larger_than_planned_is_counted() -> None:
-    """A batch of no more elements whose tensors are larger all the same does not keep the plan that it tried to borrow."""
+    """A batch with as many elements but larger tensors gives up the plan that it tried to borrow."""
 
     def use(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         return train(model, optimizer, [words(16, 16)] * 3 + [words(64, 4)] * 3)
@@ -263,7 +263,7 @@ def test_what_is_larger_than_planned_is_counted() -> None:
 
 
 class Hurried(Known):
-    """Minutes go by between two questions, and solving takes no time: any solve pays."""
+    """A clock by which minutes pass between two readings and solving takes no time, so every solve pays off."""
 
     seconds = 0.0
 

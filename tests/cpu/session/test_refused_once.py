@@ -1,4 +1,4 @@
-"""Whoever sets the budget that a refusal names trains with it, the first time; and the number that `min` reports can be set."""
+"""The budget that a refusal names works at the first try. So does the number that `budget="min"` reports."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ MAKERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
     ],
 )
 def test_the_budget_that_is_named_works(build: Any, optimizer: str, profile_steps: int, zeroed: str) -> None:
-    """Refused once, with nothing updated; then no more, and the measured peak is within the budget that was named."""
+    """Refused once, before any update. The second run is not refused, and its measured peak is within the named budget."""
     loop = Loop(build, MAKERS[optimizer], zeroed)
     named, message = loop.refused(loop.budget_nbytes(), profile_steps)
     assert named is not None and f"budget={named} " in message
@@ -167,7 +167,7 @@ def adversaries(budget: int | None, apart: bool) -> int | None:
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_number_has_room_for_those_whose_turn_comes_later(apart: bool) -> None:
-    """What the other optimizer of a GAN makes, in the same block or in another one, and what is let go at its turn."""
+    """State that the other optimizer of a GAN makes, in the same block or another one, and gradients freed at its turn."""
     named = adversaries(None, apart)
     assert named is not None
     gc.collect()
@@ -231,7 +231,7 @@ def test_a_history_that_grows_is_planned_for_its_end() -> None:
 
 
 def test_an_optimizer_that_is_not_torchs_is_said_not_to_be_known() -> None:
-    """Its step could do anything: it is not run ahead, and the message says that its bytes come on top."""
+    """The step of an unknown optimizer could do anything, so it is not rehearsed: the message says its bytes come on top."""
 
     class Own(optim.SGD):
         pass
@@ -261,7 +261,7 @@ def closures(budget: int) -> int | None:
 
 
 def test_a_number_has_room_for_what_lbfgs_holds_between_closures() -> None:
-    """It is named in the first closure, when there is no direction yet, no second gradient and no pair for the history."""
+    """The budget is named in the first closure, before LBFGS has a direction, a second gradient or any history."""
     named = closures(counted_nbytes() + 120_000)
     gc.collect()
     assert named is not None and closures(named) is None

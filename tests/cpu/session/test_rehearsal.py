@@ -39,7 +39,7 @@ OPTIONS: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
 
 
 def shaped() -> nn.Module:
-    """Layers of which some are alike, and others are not."""
+    """A model in which some layers are alike and others are not."""
     torch.manual_seed(0)
     layers = [nn.Linear(40, 40), nn.Linear(40, 40), nn.Linear(40, 40), nn.Conv2d(4, 64, 5), nn.Linear(40, 300)]
     model = nn.Sequential(*layers)
@@ -69,7 +69,7 @@ def taken(optimizer: optim.Optimizer) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("cls", "options"), OPTIONS, ids=[f"{c.__name__}{list(o)}" for c, o in OPTIONS])
 def test_as_the_allocator_counts(cls: Any, options: dict[str, Any]) -> None:
-    """To the byte, but for some numbers; the user's optimizer has no state after it, and there is no new memory."""
+    """Exact but for a few scalars. Afterwards the user's optimizer has no new state, and the generator has not moved."""
     optimizer = cls(shaped().parameters(), **copy.deepcopy(options))
     before = {p: dict(s) for p, s in optimizer.state.items()}
     generator = torch.get_rng_state()
@@ -142,7 +142,7 @@ def test_what_torch_asks_of_an_optimizer_on_cuda(cls: Any, monkeypatch: pytest.M
 
 
 def test_sparse_gradients_are_not_known() -> None:
-    """Which rows have a gradient is data."""
+    """Which rows get a gradient depends on the data."""
     layer = nn.Embedding(50, 4, sparse=True)
     layer(torch.tensor([1, 2])).sum().backward()
     assert not rehearsed(optim.SparseAdam(layer.parameters())).known

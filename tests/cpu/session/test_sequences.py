@@ -94,7 +94,7 @@ def targets(model: nn.Module, _: int) -> Tensor:
 
 
 def moves(model: nn.Module, _: int) -> Tensor:
-    """Autograd lets go of the first calls before any backward."""
+    """Autograd frees the graphs of the first calls before any backward."""
     for _ in range(2):
         model(x()).argmax()
     return model(x()).square().mean() + model(x()).mean()
@@ -116,7 +116,7 @@ def penalty(model: nn.Module, _: int) -> Tensor:
 
 
 def kept_result_written(model: nn.Module, _: int) -> Tensor:
-    """What one call made is changed before the next one reads it, in ways that no version counter tells."""
+    """The result of one call changes before the next call reads it, and no version counter shows the change."""
     y = x()
     for k in range(4):
         y = model(y)
@@ -177,7 +177,7 @@ def test_two_shapes_before_one_backward_are_planned_after_the_observed_steps(sai
 
 
 def test_another_number_of_calls_in_each_step() -> None:
-    """In the end one plan, for the most calls, serves all: a step with fewer leaves the rest of it out."""
+    """In the end one plan, made for the most calls, serves all steps: a step with fewer calls skips the rest of it."""
 
     def some(model: nn.Module, i: int) -> Tensor:
         return torch.stack([model(x()).square().mean() for _ in range(2 + i % 4)]).sum()
@@ -247,7 +247,7 @@ def test_a_saved_plan_of_several_calls(tmp_path_factory: pytest.TempPathFactory)
 
 
 def test_an_engine_ends_with_its_graph_between_two_calls() -> None:
-    """A call whose graph is dropped holds nothing, without the garbage collector."""
+    """If the graph of a call is dropped, all that the call held is freed at once, without the garbage collector."""
     model = net()
     with optimize(model, optimizer := adam(model), budget="min", **QUIET) as run:
         use = trained(time_steps, steps=3)

@@ -59,7 +59,7 @@ def test_a_changed_model_has_other_parameters(change: str) -> None:
 
 
 def test_a_table_that_is_replaced_as_a_whole_is_seen_in_the_end() -> None:
-    """No table from before shows the change."""
+    """The table that was replaced does not show the change."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     parameters = Parameters(model)
     assert parameters.trained() == (True,) * 4
@@ -140,7 +140,7 @@ def test_serves_nested_tensors(layout: torch.layout) -> None:
 
 
 def test_a_batch_that_requires_a_gradient_is_another_one() -> None:
-    """Its forward saves other tensors, and its backward takes another path."""
+    """If the batch needs a gradient, the forward saves other tensors and backward takes another path."""
     x = torch.randn(4, 8)
     plain, slopes = (signature_of(0, (True,), t) for t in (x, x.detach().requires_grad_()))
     assert plain != slopes and not alike(plain, slopes) and not serves(plain, slopes)

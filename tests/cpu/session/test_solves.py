@@ -25,7 +25,7 @@ from tests.cpu.lib.times import Known, given
 from tests.cpu.session.test_plan_cache import WORDS, adamw, attending, words
 
 SOLVE_SECONDS, PLANNED_SECONDS, EVICTED_SECONDS = 20.0, 1.0, 3.0
-"""What everything takes by the clock of these tests."""
+"""How long everything takes by the clock of these tests."""
 
 
 class Clock(Known):
@@ -171,7 +171,7 @@ def test_lists_of_pictures(solved: Solved) -> None:
 
 
 class Translator(nn.Module):
-    """As many cells run as there are words, on both sides."""
+    """Runs one cell for each word, in the source and in the target."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def translator() -> nn.Module:
 
 
 def test_translation(solved: Solved) -> None:
-    """Pairs of lengths: other ops run for each, and yet those that are no longer keep to a plan that they borrow."""
+    """Each pair of lengths runs other ops. Still, a pair that is no longer than another one keeps to the plan it borrows."""
     draw = random.Random(0)
     lengths = [(draw.randint(2, 6), draw.randint(2, 6)) for _ in range(24)]
     data = [(words(16, n, seed=i), words(16, m, seed=99 + i)) for i, (n, m) in enumerate(lengths)]
@@ -238,7 +238,7 @@ def test_a_solve_waits_until_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_free_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At first: the first of its kind, what is clearly larger, what comes again, and what nobody's plan serves."""
+    """Solved for: the first of a kind, a clearly larger batch, one that comes again, and one that no plan serves."""
     given(monkeypatch, Clock())
     solves = Solves()
     at = lambda n: signature_of(0, (True,), torch.empty(4, n, device="meta"))  # noqa: E731

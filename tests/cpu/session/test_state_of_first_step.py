@@ -14,7 +14,7 @@ COUNTERS_NBYTES = 8 * 4
 
 
 def observed(foreach: bool, steps: int) -> Graph:
-    """The step that a plan is made from after so many observed steps."""
+    """The graph from which a plan is made after this many observed steps."""
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.Tanh())))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)

@@ -109,7 +109,7 @@ def test_the_strategy_forwards_it(tmp_path: Path) -> None:
 
 
 def test_a_run_saves_its_plan(tmp_path: Path) -> None:
-    """Not before there is one; `plan=` takes it, and its status says that it has no frontier."""
+    """A plan can be saved as soon as there is one. A run that takes it by `plan=` has no frontier, and its status says so."""
     file = str(tmp_path / "plan.json")
     model = small()
     optimizer = sgd(model)
@@ -136,7 +136,7 @@ def test_transfers_are_counted() -> None:
 
 
 def test_a_session_of_ones_own() -> None:
-    """Whoever drives a session by hand reads the same."""
+    """The status is the same when a session is driven by hand."""
     model = small()
     session = Session(model, [sgd(model)], MemOptConfig(budget="min", verbose=False))
     try:

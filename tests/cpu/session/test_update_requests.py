@@ -51,7 +51,7 @@ def test_state_is_many_tensors() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_bytes_are_the_same_in_one_request_or_in_many(device: str) -> None:
-    """On the CPU, where only live bytes count, one request stands for all."""
+    """On the CPU only live bytes count, so one request represents all of them."""
     graph, update = two_activations(device), Update(state=(8, 8, 24), beside=(100, 40, 60))
     later = with_early_updates(with_update(graph, update), [(1, (7, 9))])
     assert unmodified_levels(later) == [40 + 128 * MIB, 40 + 256 * MIB + 16, 40, 40 + 200]
@@ -60,7 +60,7 @@ def test_bytes_are_the_same_in_one_request_or_in_many(device: str) -> None:
 
 @pytest.mark.parametrize("foreach", [True, False])
 def test_sizes_are_those_of_the_parameters(foreach: bool) -> None:
-    """All at once, or one after the other."""
+    """All parameters are updated at once, or one after the other."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Linear(32, 4))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)

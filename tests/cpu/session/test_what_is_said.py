@@ -55,7 +55,7 @@ def test_a_step_that_is_begun_often_is_announced_once(said: Said) -> None:
 
 @pytest.mark.filterwarnings("ignore:MemOpt. batches of ever new shapes")
 def test_many_shapes_are_not_announced_for_ever(said: Said) -> None:
-    """The last line says that no other comes."""
+    """The last line says that it is the last one."""
     model, optimizer = layers()
     with optimize(model, optimizer, budget="min", profile_steps=1):
         for rows in range(8):
@@ -116,7 +116,7 @@ def test_a_refusal_calls_bytes_what_they_are() -> None:
 
 
 def test_temporaries_of_backward_are_no_gradients() -> None:
-    """Those of the rows are 32 times as large as all weights."""
+    """The temporaries for these rows are 32 times as large as all weights."""
     model, optimizer = layers()
     with optimize(model, optimizer, budget="min", profile_steps=1, verbose=False) as run:
         for _ in range(3):
@@ -160,7 +160,7 @@ def test_what_is_freed_before_the_peak_is_not_added_to_a_prediction() -> None:
 
 
 def test_a_budget_that_is_not_kept_holds_nothing_of_the_program() -> None:
-    """What a training function has is freed when it returns, whatever error was caught beneath it."""
+    """All that a training function holds is freed when it returns, even if an error was caught in a call below it."""
     model, optimizer = layers()
     with optimize(model, optimizer, budget="min", profile_steps=1, verbose=False) as run:
         for _ in range(3):

@@ -162,7 +162,7 @@ def test_shared_layers_with_an_optimizer_that_steps_now_and_then() -> None:
 
 
 def test_optimizer_of_another_model_ends_no_step() -> None:
-    """An optimizer without any parameter of the model leaves the step open, unless none has any (they keep copies)."""
+    """An optimizer without parameters of the model does not end a step, unless no optimizer has any (they keep copies)."""
 
     def use(model: nn.Module, optimizers: Optimizers) -> None:
         for batch in batches(3):

@@ -174,7 +174,7 @@ def test_updates_in_backward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.filterwarnings("error:.*left the plan")
 def test_updates_in_backward_with_running_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
-    """EXACT: forwards run as planned, although the observed step knew already that no op of it runs again."""
+    """EXACT: forwards run as planned, although the observed step already knew that none of its ops would run again."""
     updates = counted(monkeypatch)
     ends = []
     for attach in (False, True):
@@ -189,7 +189,7 @@ def test_updates_in_backward_with_running_statistics(monkeypatch: pytest.MonkeyP
 
 
 def test_a_plan_file_that_rebuilds_is_refused(tmp_path: Path) -> None:
-    """By name, before anything runs; one that moves only is taken."""
+    """Refused by name, before anything runs. A plan that only moves tensors is accepted."""
     rebuilds, moves = tmp_path / "rebuilds.json", tmp_path / "moves.json"
     run, *_ = trained(wide(), budget="min")
     run.save_plan(str(rebuilds))

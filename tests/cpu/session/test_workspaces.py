@@ -93,7 +93,7 @@ def test_all_is_done_before_a_step_is_observed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_plans_are_priced_by_the_settings_that_the_allocator_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script has set them since the process began."""
+    """A script has changed these settings since the process began."""
     backend = "native"
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
     monkeypatch.setattr(cuda, "allocator_snapshot", lambda: {"allocator_settings": {"expandable_segments": True}})

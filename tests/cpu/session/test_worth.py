@@ -103,7 +103,7 @@ def test_a_search_takes_as_long_as_some_steps() -> None:
 def test_each_search_of_a_session_is_limited_by_the_seconds_of_its_step(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan's, the joint one's, and those of a refusal in the middle of a step."""
+    """The search for a plan, the joint search, and those of a refusal in the middle of a step."""
     given(monkeypatch, Each(2e-3, FREE))
     asked: list[float] = []
     wanted: list[float] = []
