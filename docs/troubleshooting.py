@@ -153,6 +153,15 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Regions have plans from an earlier run.",
         NOTHING,
     ),
+    ("session/tiling.py", "MemOpt: no loss head"): (
+        "`tile='exact'` was given, and the line says why the head stays whole.",
+        "Set `tile='off'` to hear no more of it. If something else reads the logits, let it do so in other steps only.",
+    ),
+    ("session/tiling.py", "MemOpt: …. Their bits"): ("`tile='exact'` was given, and tiles lower the peak.", NOTHING),
+    ("session/tiling.py", "MemOpt: …, which are made in tiles"): (
+        "The loop read logits, or held them while weights were updated. Then they are made whole, which takes their memory.",
+        "Delete them before `optimizer.step()` (`del outputs`), or read them in fewer steps.",
+    ),
     ("session/regions/compiling.py", "MemOpt: compiling"): ("`compile=True` was given.", NOTHING),
     ("session/regions/compiling.py", "MemOpt: the model is compiled already"): ("You compile it, too.", "Leave one out."),
     ("session/early_updates.py", "MemOpt: parameters are updated after backward"): (

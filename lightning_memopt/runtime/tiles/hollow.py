@@ -6,7 +6,7 @@ it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
@@ -14,8 +14,22 @@ from lightning_memopt.native.engine import loaded
 from lightning_memopt.record.tensors import PLAIN
 from lightning_memopt.torch_private import OpOverload
 
-if TYPE_CHECKING:
-    from lightning_memopt.runtime.tiles.recipes import Recipe
+
+class Recipe(Protocol):
+    """How the bytes of a hollow tensor are made.
+
+    like: a tensor of its sizes, strides and dtype, on the meta device.
+    device: the device of its bytes.
+    address: that of its storage, set by the native engine; None if that was freed, or has its bytes.
+    """
+
+    like: Any
+    device: torch.device
+    address: int | None
+
+    def whole(self) -> torch.Tensor:
+        """The bytes, on a storage of their own."""
+
 
 _UNREAD = (
     "MemOpt computes this tensor tile by tile, and its bytes were read in a way that MemOpt does not see. Read it by an op of "
@@ -23,10 +37,9 @@ _UNREAD = (
 )
 
 
-def recipe_of(t: torch.Tensor) -> Recipe | None:
+def recipe_of(t: torch.Tensor) -> Any:
     """The recipe of a hollow tensor; None for other tensors."""
-    found: Recipe | None = loaded().recipe(t) if type(t) in PLAIN else None
-    return found
+    return loaded().recipe(t) if type(t) in PLAIN else None
 
 
 def twin(t: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,204 @@
+"""Loss heads of language models in tiles: peaks, times and bits, beside what people write by hand.
+
+    python -m benchmarks tiles                    # writes results/tiles.json, a case at a time
+    python -m benchmarks tiles gpt2 --rounds 5
+    python -m benchmarks tiles --table            # what is recorded, as Markdown
+
+A model is two blocks and a head with the vocabulary of a known model; the body is narrow, so that a CPU can train it. AdamW,
+float32, bytes by the counter around torch's allocator, above what is there when a step begins. Times are CPU times of steps by
+turns, one thread: medians of ratios to the plain step.
+
+    plain         the step as it is
+    checkpoint    the head and its loss under torch.utils.checkpoint
+    chunked loop  the head and its loss in 8 chunks of tokens, each under torch.utils.checkpoint: what people write
+    linear_cross_entropy   torch's own, where it has one
+    ours, whole   the smallest plan without tiles
+    ours, tiles   the smallest plan with tile="exact"
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.lib.paths import RESULTS
+from lightning_memopt import optimize
+from lightning_memopt.clocks import process_time
+from lightning_memopt.native import counting
+
+FILE = RESULTS / "tiles.json"
+CHUNKS = 8
+_WARM = 5
+"""Steps before those that are timed: three of ours are observed, one proves its plan."""
+
+
+class Head(NamedTuple):
+    """classes, width: of the head. tokens: of a batch. capped: logits are soft-capped. frozen: so is the head's weight."""
+
+    classes: int
+    width: int
+    tokens: int
+    capped: bool = False
+    frozen: bool = False
+
+
+HEADS = {
+    "gpt2": Head(50_257, 128, 1024),
+    "gpt2, padded": Head(50_304, 128, 1024),
+    "llama 2": Head(32_000, 128, 2048),
+    "llama 2, frozen": Head(32_000, 128, 2048, frozen=True),
+    "llama 3": Head(128_256, 128, 1024),
+    "gemma": Head(256_000, 64, 512, capped=True),
+}
+Row = dict[str, Any]
+
+
+class Model(nn.Module):
+    """Two residual blocks and a head. `way`: how the loss is computed."""
+
+    def __init__(self, head: Head, way: str) -> None:
+        super().__init__()
+        self.way, self.capped, self.tokens = way, head.capped, head.tokens
+        self.embedding = nn.Embedding(1024, head.width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(head.width), nn.Linear(head.width, 256), nn.GELU(), nn.Linear(256, head.width))
+            for _ in range(2)
+        )
+        self.head = nn.Linear(head.width, head.classes, bias=False)
+        self.head.weight.requires_grad_(not head.frozen)
+
+    def loss(self, x: torch.Tensor, labels: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+        logits = self.head(x)
+        if self.capped:
+            logits = torch.tanh(logits / 30.0) * 30.0
+        return F.cross_entropy(logits, labels, reduction=reduction)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        if self.way == "checkpoint":
+            return checkpoint(self.loss, x, labels, use_reentrant=False)  # type: ignore[no-any-return]
+        if self.way == "chunked loop":
+            parts = zip(x.chunk(CHUNKS), labels.chunk(CHUNKS), strict=True)
+            sums = [checkpoint(self.loss, part, label, "sum", use_reentrant=False) for part, label in parts]
+            return torch.stack(sums).sum() / self.tokens
+        if self.way == "linear_cross_entropy":
+            return F.linear_cross_entropy(x, self.head.weight, labels)  # type: ignore[attr-defined, no-any-return]
+        return self.loss(x, labels)
+
+
+def ways(head: Head) -> list[str]:
+    """The ways in which this head can be trained here."""
+    theirs = ["linear_cross_entropy"] if hasattr(F, "linear_cross_entropy") and not head.capped else []
+    return ["plain", "checkpoint", "chunked loop", *theirs, "ours, whole", "ours, tiles"]
+
+
+class Training:
+    """A model that is trained in one of the ways."""
+
+    def __init__(self, head: Head, way: str) -> None:
+        torch.manual_seed(0)
+        self.model = Model(head, way)
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-3)
+        self.data = torch.Generator().manual_seed(1)
+        self.head, self.losses = head, list[float]()
+        self.run: Any = None
+        self._stack = contextlib.ExitStack()
+        if way.startswith("ours"):
+            tile = "exact" if way == "ours, tiles" else "off"
+            self.run = self._stack.enter_context(optimize(self.model, self.optimizer, budget="min", tile=tile, verbose=False))
+
+    def step(self) -> tuple[float, int]:
+        """Seconds of CPU time, and the most bytes above those that are there between steps."""
+        ids = torch.randint(0, 1024, (self.head.tokens,), generator=self.data)
+        labels = torch.randint(0, self.head.classes, (self.head.tokens,), generator=self.data)
+        counts = counting.install()
+        window = None if counts is None else counts.window()
+        assert window is not None, "needs a compiler"
+        before, began = window.reset(), process_time()
+        loss = self.model(ids, labels)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        seconds, peak = process_time() - began, window.peak_nbytes - before
+        window.close()
+        self.losses.append(loss.item())
+        return seconds, peak
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [p.detach() for p in self.model.parameters()]
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def measured(head: Head, rounds: int) -> dict[str, Row]:
+    """A row for each way: all ways are trained by turns."""
+    trainings = {way: Training(head, way) for way in ways(head)}
+    try:
+        for training in trainings.values():
+            for _ in range(_WARM):
+                training.step()
+        steps = [{way: training.step() for way, training in trainings.items()} for _ in range(rounds)]
+        plain = trainings["plain"]
+        rows = {}
+        for way, training in trainings.items():
+            same = training.losses == plain.losses and all(map(torch.equal, training.parameters(), plain.parameters()))
+            ratios = [step[way][0] / step["plain"][0] for step in steps]
+            peak = max(step[way][1] for step in steps)
+            rows[way] = {"peak_nbytes": peak, "time": statistics.median(ratios), "same_bits": same}
+            if training.run is not None:
+                rows[way]["tiles"] = [[head.rows, head.columns] for head in training.run.status().plan.tiles]
+        return rows
+    finally:
+        for training in trainings.values():
+            training.close()
+
+
+def table(results: dict[str, dict[str, Row]]) -> str:
+    """A row for each head and way."""
+    lines = [
+        "| head | way | peak, MiB | time | bits of *plain* | tiles | predicted - measured |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, rows in results.items():
+        head = HEADS[name]
+        title = f"{name}: {head.classes:,} x {head.width}, {head.tokens:,} tokens"
+        for way, row in rows.items():
+            tiles = ", ".join(f"{r:,} rows" + (f", {c:,} columns" if c else "") for r, c in row.get("tiles", ()))
+            peak = row["peak_nbytes"] / 2**20
+            bits = "yes" if row["same_bits"] else "no"
+            lines.append(f"| {title} | {way} | {peak:.1f} | x{row['time']:.2f} | {bits} | {tiles} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks tiles", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("heads", nargs="*", default=list(HEADS), metavar="HEAD", help=", ".join(HEADS))
+    parser.add_argument("--rounds", type=int, default=5, help="steps that are timed")
+    parser.add_argument("--table", action="store_true", help="print what is recorded")
+    args = parser.parse_args()
+    results = json.loads(FILE.read_text()) if FILE.exists() else {}
+    if not args.table:
+        torch.set_num_threads(1)
+        for name in args.heads:
+            results[name] = measured(HEADS[name], args.rounds)
+            print(table({name: results[name]}), flush=True)
+            FILE.write_text(json.dumps(results, indent=1) + "\n")
+    else:
+        print(table({name: results[name] for name in HEADS if name in results}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
