@@ -161,15 +161,10 @@ class Recorder(Outside):
         if id is None:
             id = self.next_id
             self.next_id += 1
-        tape, native = self.tape, self.tape.native
-        version: StorageVersion
-        if native is None:
-            version = StorageVersion(id, t, tape, origin)
-        else:
-            version = native.version(id, t, origin, tape.weak_references)
+        version = self.tape.version(id, t, origin)
         self.of_storage[version.weak] = version  # the weak reference is the storage's address
         if self.capturing:
-            tape.versions[id] = version
+            self.tape.versions[id] = version
         return version
 
     def version_of(self, t: torch.Tensor) -> StorageVersion:

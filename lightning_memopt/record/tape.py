@@ -47,7 +47,8 @@ H = TypeVar("H", bound=HeldBytes)
 
 
 class StorageVersion(Generic[H]):
-    """The bytes of a storage between two writes.
+    """The bytes of a storage between two writes. Where the native engine is loaded, the fields are those of its own class, with
+    the methods of this one (`Tape.version`).
 
     id: numbers versions in order of first sight.
     nbytes: size of the storage.
@@ -218,7 +219,7 @@ class Tape(Generic[H]):
     flags: the numeric settings the forward ran under.
     holding: makes the (empty) record of what the owner holds of a new version.
     weak_references: weak references to the storages of the versions, released with the tape.
-    native: the native engine, where it makes versions and views; None where Python does.
+    native: the native engine, which makes versions and views where it is loaded; None where Python does.
     """
 
     __slots__ = ("__weakref__", "flags", "holding", "native", "versions", "weak_references")
@@ -229,6 +230,13 @@ class Tape(Generic[H]):
         self.holding = holding
         self.weak_references: list[int] = []
         self.native = native
+
+    def version(self, id: int, t: torch.Tensor, origin: Origin = Origin.RECORDED) -> StorageVersion[H]:
+        """A new version of the storage of `t`. It is not in `versions` yet."""
+        if self.native is None:
+            return StorageVersion(id, t, self, origin)
+        made: StorageVersion[H] = self.native.version(id, t, origin, self.weak_references)
+        return made
 
     def hide(self, call: Call) -> None:
         """Hide a call from the garbage collector: nothing that it refers to refers back to it."""

@@ -1,7 +1,8 @@
 """The native engine: parts of the runtime in C++, as a Python module that is built on first use and cached.
 
-It works on the objects of the Python engine, whose slots it reads and writes (objects.h). So state has one owner, and either
-engine can take over at any op. Python records every op, is always right, and runs alone where the module cannot be built.
+It has the state of a step, which Python sees as attributes of objects: what is held (version.h), handles (handle.h), progress,
+the map of storages. So state has one owner, and either engine can take over at any op. Python records every op, is always
+right, and runs alone where the module cannot be built.
 
 `install` builds and loads the module, once per process; `MEMOPT_NATIVE=0` switches it off. `loaded()` returns it, or None.
 """

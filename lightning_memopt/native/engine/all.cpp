@@ -1,6 +1,6 @@
 // The whole module as one unit: torch's headers take longer to read than everything else to compile.
 #include "backward.cpp"
-#include "guards.cpp"
+#include "handle.cpp"
 #include "hollow.cpp"
 #include "hooks.cpp"
 #include "interpreter.cpp"
@@ -16,5 +16,5 @@
 #include "rerun.cpp"
 #include "storages.cpp"
 #include "tensors.cpp"
-#include "values.cpp"
+#include "version.cpp"
 #include "writing.cpp"

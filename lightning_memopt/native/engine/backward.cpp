@@ -9,24 +9,21 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <utility>
 
-#include "guards.h"
+#include "handle.h"
 #include "hooks.h"
 #include "objects.h"
 #include "prepared.h"
 #include "progress.h"
 #include "rerun.h"
 #include "tensors.h"
-#include "values.h"
+#include "version.h"
 
 namespace memopt {
 namespace {
 
 namespace py = pybind11;
-
-int64_t number(const Slot& slot, PyObject* object) { return PyLong_AsLongLong(slot.get(object)); }
-
-void set_number(const Slot& slot, PyObject* object, int64_t value) { slot.set(object, PyLong_FromLongLong(value)); }
 
 Actions::Tensors tensors_of(py::handle sequence) {
   Actions::Tensors tensors;
@@ -51,33 +48,29 @@ const Actions::Event* take(const Backward& backward, bool is_unpack, int64_t sav
   const auto& event = events[turn];
   if (event.is_unpack != is_unpack || event.save != save || event.occurrence != occurrence) return nullptr;
   for (const auto& tensor : event.frees) {  // a failed copy raises an error when a parked tensor is dropped
-    PyObject* const version = is_unpack ? nullptr : version_with(backward.versions.ptr(), tensor.ptr());
-    if (version != nullptr && is_parked(version_slots.holding.get(version))) return nullptr;
+    const Version* const version = is_unpack ? nullptr : version_with(backward.versions, tensor);
+    if (version != nullptr && version->is_parked()) return nullptr;
   }
   ++turn;
   return &event;
 }
 
-bool lives(const Backward& backward, PyObject* holding) { return has(backward.active.ptr(), holding_slots.tensor.get(holding)); }
-
 // `PlannedHoldings.may_drop`, for a version that is not parked, in a step that is as planned.
-bool may_drop(const Backward& backward, PyObject* version) {
-  PyObject* const holding = version_slots.holding.get(version);
-  if (holding_slots.claim.get(holding) == constants.pinned_claim) return false;
-  if (is_rebuildable(version)) return true;
-  PyObject* const last = PyDict_GetItemWithError(backward.actions.last_fetch.ptr(), holding_slots.tensor.get(holding));
+bool may_drop(const Backward& backward, const Version& version) {
+  if (version.has_claim(constants.pinned_claim)) return false;
+  if (version.is_rebuildable()) return true;
+  PyObject* const last = PyDict_GetItemWithError(backward.actions.last_fetch.ptr(), version.tensor.ptr());
   return last == nullptr || progress_of(backward.cursor.ptr()).point >= PyLong_AsLongLong(last);
 }
 
 // The plan no longer needs the version: drop it, unless another tensor of the plan lives in it. `method`: the method of
 // `PlannedHoldings` to call if the version is parked.
-void let_go(const Backward& backward, py::handle engine, PyObject* version, const char* method) {
-  PyObject* const holding = version_slots.holding.get(version);
-  if (lives(backward, holding)) return;
-  if (is_parked(holding)) {
-    engine.attr("holdings").attr(method)(py::handle(version));
+void let_go(const Backward& backward, py::handle engine, Version& version, const char* method) {
+  if (has(backward.active.ptr(), version.tensor.ptr())) return;
+  if (version.is_parked()) {
+    engine.attr("holdings").attr(method)(py::handle(version.object()));
   } else if (may_drop(backward, version)) {
-    drop(holding);
+    version.drop();
   }
 }
 
@@ -85,51 +78,42 @@ void let_go(const Backward& backward, py::handle engine, PyObject* version, cons
 void free(const Backward& backward, py::handle engine, const Actions::Event& event) {
   for (const auto& tensor : event.frees) {
     PySet_Discard(backward.active.ptr(), tensor.ptr());
-    PyObject* const version = version_with(backward.versions.ptr(), tensor.ptr());
-    if (version != nullptr) let_go(backward, engine, version, "let_go");
+    if (Version* const version = version_with(backward.versions, tensor)) let_go(backward, engine, *version, "let_go");
   }
 }
 
 // The tensor of a handle if it is in memory and there is no error to raise; else none.
-py::object in_memory(const Backward& backward, PyObject* handle) {
-  PyObject* version = handle_slots.version.get(handle);
-  while (version_slots.next.get(version) != Py_None)  // `present`
-    version = version_with(backward.versions.ptr(), version_slots.next.get(version));
-  PyObject* const holding = version_slots.holding.get(version);
-  const int64_t counter = version_at(handle_slots.guard.get(handle));
-  const at::Tensor* const value = value_of(holding);
-  if (value == nullptr || is_parked(holding)) return py::none();
-  if (counter != number(handle_slots.counter, handle) || !is_intact(holding, *value)) return py::none();
-  const Window* const window = window_in(handle_slots.guard.get(handle));
-  if (window == nullptr) return py::none();
-  put_in_order(holding, *value);
-  return wrapped(window->on(*value));
+py::object in_memory(const Backward& backward, const Handle& handle) {
+  const Version* version = &handle.version();
+  while (version->is_stale()) version = version_with(backward.versions, version->next);  // `present`
+  if (handle.now() != handle.counter || handle.is_lazy()) return py::none();
+  if (!version->has_ordinary_value() || version->is_parked() || !version->is_intact()) return py::none();
+  version->put_in_order();
+  return wrapped(handle.window.on(version->value));
 }
 
 // Whether a call can read the version as it is in memory (`missing` in rebuild.py).
-bool is_there(PyObject* version) {
-  PyObject* const holding = version_slots.holding.get(version);
-  const at::Tensor* const value = value_of(holding);
-  if (value == nullptr || !is_intact(holding, *value)) return false;
-  return static_cast<int64_t>(value->storage().nbytes()) >= number(version_slots.nbytes, version);  // a weight that is not gathered has none
+bool is_there(const Version& version) {
+  if (!version.has_ordinary_value() || !version.is_intact()) return false;
+  return static_cast<int64_t>(version.value.storage().nbytes()) >= version.nbytes;  // a weight that is not gathered has none
 }
 
 // Runs an op of the plan's forward again if nothing prevents it (`run_again` of the engine).
 bool runs_again(const Backward& backward, const Actions::Step& step) {
   PyObject* const versions = backward.versions.ptr();
-  PyObject* call = Py_None;
+  py::object owner = py::none();
   for (const auto& tensor : step.made)
-    if (PyObject* const version = call == Py_None ? version_with(versions, tensor.ptr()) : nullptr) call = version_slots.call.get(version);
+    if (const Version* const version = owner.is_none() ? version_with(versions, tensor) : nullptr) owner = version->call;
+  PyObject* const call = owner.ptr();
   if (call == Py_None || call_slots.prepared.get(call) == Py_None) return false;
-  const auto owner = py::reinterpret_borrow<py::object>(call);
   PyObject* const reads = call_slots.reads.get(call);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(reads); ++i) {
-    PyObject* const version = version_with(versions, PyTuple_GET_ITEM(reads, i));
-    if (version == nullptr || !is_there(version)) return false;
+    const Version* const version = version_with(versions, PyTuple_GET_ITEM(reads, i));
+    if (version == nullptr || !is_there(*version)) return false;
   }
-  std::vector<PyObject*> clones;
-  for (const auto& tensor : step.clones) clones.push_back(version_with(versions, tensor.ptr()));
-  const auto survives = [&](PyObject* version) { return std::find(clones.begin(), clones.end(), version) != clones.end(); };
+  std::vector<const Version*> clones;
+  for (const auto& tensor : step.clones) clones.push_back(version_with(versions, tensor));
+  const auto survives = [&](const Version& version) { return std::find(clones.begin(), clones.end(), &version) != clones.end(); };
   if (!rerun(call, versions, survives)) return false;
   PyList_Append(backward.ran.ptr(), call_slots.op.get(call));
   return true;
@@ -232,94 +216,78 @@ py::object unpacked(py::handle engine, py::handle handle) {
 }
 
 py::object request(const Backward& backward, py::handle engine, py::handle handle) {
-  PyObject* const h = handle.ptr();
-  if (!is_as_planned(backward)) return py::none();
-  const int64_t times = number(handle_slots.times, h);
-  const auto* const event = take(backward, true, number(handle_slots.save, h), times);
+  Handle* const asked = handle_in(handle.ptr());
+  if (asked == nullptr || !is_as_planned(backward)) return py::none();
+  const auto* const event = take(backward, true, asked->save, asked->times);
   if (event == nullptr) return py::none();
   int64_t& point = progress_of(backward.cursor.ptr()).point;
   if (event->segment >= 0 && backward.actions.segments[event->segment].point > point) {
     point = backward.actions.segments[event->segment].point;
     perform_below(backward, engine, event->segment);
   }
-  set_number(handle_slots.times, h, times + 1);
-  py::object value = in_memory(backward, h);
+  ++asked->times;
+  py::object value = in_memory(backward, *asked);
   if (value.is_none()) value = engine.attr("given")(handle);
   free(backward, engine, *event);
   return value;
 }
 
 bool released(const Backward& backward, py::handle engine, py::handle handle) {
-  PyObject* const h = handle.ptr();
-  PyObject* const version = handle_slots.version.get(h);
-  PyObject* const holding = version_slots.holding.get(version);
-  if (!is_as_planned(backward) || is_parked(holding)) return false;
-  const auto* const event = take(backward, false, number(handle_slots.save, h), 0);
+  const Handle* const gone = handle_in(handle.ptr());
+  if (gone == nullptr || !is_as_planned(backward) || gone->version().is_parked()) return false;
+  const auto* const event = take(backward, false, gone->save, 0);
   if (event == nullptr) return false;
   free(backward, engine, *event);
-  if (number(holding_slots.handles, holding) == 0) let_go(backward, engine, version, "let_go");
+  if (gone->version().handles == 0) let_go(backward, engine, gone->version(), "let_go");
   return true;
 }
 
 namespace {
 
-destructor python_destructor = nullptr;  // `Handle.__del__`
-
-// Tells the engine of a release (`Handle.__del__`).
-void tell(PyObject* handle, const py::object& engine, const Backward& backward) {
-  PyObject* const holding = version_slots.holding.get(handle_slots.version.get(handle));
-  handle_slots.engine.set(handle, Py_NewRef(Py_None));
-  set_number(holding_slots.handles, holding, number(holding_slots.handles, holding) - 1);
-  const Lock lock(engine);
-  if (!released(backward, engine, handle)) engine.attr("released")(py::handle(handle));
-}
-
-void finalize(PyObject* handle) {
+// Tells the engine of a release.
+void tell(py::handle engine, py::handle handle) {
   static PyObject* const name = PyUnicode_InternFromString("_backward");
-  PyObject* const owner = handle_slots.engine.get(handle);
-  if (owner == nullptr || owner == Py_None) return;
-  PyObject *type, *value, *trace;
-  PyErr_Fetch(&type, &value, &trace);
-  const auto engine = py::reinterpret_borrow<py::object>(owner);
-  const auto capsule = py::reinterpret_steal<py::object>(PyObject_GetAttr(owner, name));
-  const auto* const backward = capsule && PyCapsule_CheckExact(capsule.ptr())
-      ? static_cast<Backward*>(PyCapsule_GetPointer(capsule.ptr(), nullptr))
-      : nullptr;
-  PyErr_Clear();
-  if (backward == nullptr) {
-    python_destructor(handle);
-  } else {
-    try {
-      tell(handle, engine, *backward);
-    } catch (py::error_already_set& error) {  // an interrupt: names Python's destructor (record/interrupts.py)
-      error.restore();
-      PyErr_WriteUnraisable(py::handle(handle_slots.type).attr("__del__").ptr());
-    }
+  const auto capsule = py::reinterpret_steal<py::object>(PyObject_GetAttr(engine.ptr(), name));
+  if (!capsule) throw py::error_already_set();
+  if (!capsule.is_none()) {
+    const auto* const backward = static_cast<Backward*>(PyCapsule_GetPointer(capsule.ptr(), nullptr));
+    if (backward == nullptr) throw py::error_already_set();
+    const Lock lock(engine);
+    if (released(*backward, engine, handle)) return;
   }
-  PyErr_Restore(type, value, trace);
+  engine.attr("released")(handle);
 }
 
 }  // namespace
 
-void adopt_destructor() {
-  auto* const type = reinterpret_cast<PyTypeObject*>(handle_slots.type);
-  if (type->tp_finalize == &finalize) return;
-  python_destructor = type->tp_finalize;
-  type->tp_finalize = &finalize;
+void release(PyObject* handle) {
+  Handle& gone = *handle_in(handle);
+  const py::object engine = std::exchange(gone.engine, py::none());
+  if (engine.is_none()) return;
+  --gone.version().handles;
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  try {
+    tell(engine, handle);
+  } catch (py::error_already_set& error) {  // an interrupt: names Python's destructor (record/interrupts.py)
+    error.restore();
+    PyErr_WriteUnraisable(constants.destructor);
+  }
+  PyErr_Restore(type, value, trace);
 }
 
 void perform(const Backward& backward, py::handle engine, size_t segment) {
   PyObject* const versions = backward.versions.ptr();
   const auto& planned = backward.actions.segments.at(segment);
   for (const auto& tensor : planned.births)
-    if (version_with(versions, tensor.ptr()) != nullptr) PySet_Add(backward.active.ptr(), tensor.ptr());
+    if (version_with(versions, tensor) != nullptr) PySet_Add(backward.active.ptr(), tensor.ptr());
   for (const auto& step : planned.steps) {
     if (step.kind == Actions::Step::kFetch) {
       engine.attr("fetch")(step.subject);
     } else if (step.kind == Actions::Step::kRebuild) {
       if (!runs_again(backward, step)) engine.attr("run_again")(step.subject, step.clones, true);
-    } else if (PyObject* const version = version_with(versions, step.subject.ptr())) {
-      let_go(backward, engine, version, "free");
+    } else if (Version* const version = version_with(versions, step.subject)) {
+      let_go(backward, engine, *version, "free");
     }
   }
 }

@@ -61,8 +61,8 @@ pybind11::object unpacked(pybind11::handle engine, pybind11::handle handle);
 pybind11::object request(const Backward& backward, pybind11::handle engine, pybind11::handle handle);
 // A node released a handle. Returns false if Python must handle that; then nothing has been done.
 bool released(const Backward& backward, pybind11::handle engine, pybind11::handle handle);
-// From now on handles whose engine is in a native backward are destroyed here. Call it after `know`.
-void adopt_destructor();
+// `Handle.__del__`, for a handle of the native engine.
+void release(PyObject* handle);
 // Runs the steps of a segment. Call it below autograd.
 void perform(const Backward& backward, pybind11::handle engine, size_t segment);
 

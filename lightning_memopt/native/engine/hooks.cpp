@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "backward.h"
+#include "handle.h"
 #include "objects.h"
 #include "packing.h"
 
@@ -163,8 +164,9 @@ PyObject* unpack(PyObject*, PyObject* packed) {
     const bool unchanged = counter == constants.unknown || THPVariable_Unpack(value)._version() == counter;
     return unchanged ? Py_NewRef(value) : object.attr("get")().release().ptr();
   }
-  if (Py_TYPE(packed) != reinterpret_cast<PyTypeObject*>(handle_slots.type)) return object.attr("get")().release().ptr();
-  const auto engine = py::reinterpret_borrow<py::object>(handle_slots.engine.get(packed));
+  const Handle* const handle = handle_in(packed);
+  if (handle == nullptr) return object.attr("get")().release().ptr();
+  const py::object engine = handle->engine;
   py::object value = unpacked(engine, object);
   return (value.is_none() ? engine.attr("unpacked")(object) : value).release().ptr();
   END_HANDLE_TH_ERRORS

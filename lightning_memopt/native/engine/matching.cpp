@@ -17,7 +17,6 @@
 
 #include "hooks.h"
 #include "lock.h"
-#include "making.h"
 #include "objects.h"
 #include "progress.h"
 #include "tensors.h"
@@ -65,7 +64,6 @@ py::object call_method(PyObject* matcher, const char* name, const Args&... args)
 }
 
 bool is_true(const Slot& slot, PyObject* object) { return slot.get(object) == Py_True; }
-bool is_none(const Slot& slot, PyObject* object) { return slot.get(object) == Py_None; }
 
 // Compares the arguments of a call with its template, and adopts storages that come from outside.
 class Comparison {
@@ -142,9 +140,9 @@ class Comparison {
     const py::handle matcher(matcher_);
     const py::int_ id = matcher.attr("next_id");
     matcher.attr("next_id") = py::int_(id.cast<int64_t>() + 1);
-    const py::object version = version_of(t, {tensor, 0, py::none(), constants.external, constants.outside, true}, forward_.weak);
-    version_slots.id.set(version.ptr(), Py_NewRef(id.ptr()));
-    version_slots.parameter.set(version.ptr(), Py_NewRef(is_parameter ? Py_True : Py_False));
+    const NewVersion as{id, tensor, 0, py::none(), constants.external, constants.outside, true};
+    const py::object version = new_version(t, as, forward_.weak);
+    version_in(version.ptr())->parameter = is_parameter;
     add(forward_, t, version);
     PyDict_SetItem(forward_.versions.ptr(), tensor, version.ptr());
     return version;
@@ -152,25 +150,24 @@ class Comparison {
 
   bool input(const Window& window, const at::Tensor& t) {
     if (!is_ordinary(t) || t.is_conj() || t.is_neg() || !window.is_all_of(t)) return false;
-    py::object version = py::reinterpret_borrow<py::object>(at_address(forward_, t));
-    if (!version) {
+    Version* known = at_address(forward_, t);
+    py::object owner;
+    if (known == nullptr) {
       if (!is_plain(t)) return false;
-      version = adopted(t, window.version);
-      if (version.is_none()) version = call_method(matcher_, "adopts", wrapped(t), py::handle(window.version));
-    } else if (!is_current(version.ptr(), t)) {
+      owner = adopted(t, window.version);
+      if (owner.is_none()) owner = call_method(matcher_, "adopts", wrapped(t), py::handle(window.version));
+      known = version_in(owner.ptr());
+    } else if (!known->is_current(t)) {
       return false;
     }
-    PyObject* const holding = version_slots.holding.get(version.ptr());
-    PyObject* const tensor = holding_slots.tensor.get(holding);
-    const bool same = tensor != Py_None && PyObject_RichCompareBool(tensor, window.version, Py_EQ) == 1;
-    if (!same && PyDict_GetItemWithError(forward_.versions.ptr(), window.version) != version.ptr()) return false;
+    Version& version = *known;
+    const bool same = !version.tensor.is_none() && PyObject_RichCompareBool(version.tensor.ptr(), window.version, Py_EQ) == 1;
+    if (!same && version_with(forward_.versions, window.version) != &version) return false;
     if (expected_.call.is_none()) return true;
-    if (is_true(version_slots.exposed, version.ptr())) return false;
-    version_slots.read.set(version.ptr(), Py_NewRef(Py_True));
-    PyObject* const origin = version_slots.origin.get(version.ptr());
-    if (is_none(holding_slots.value, holding) && origin == constants.external) hold(holding, t);
-    if (!is_true(holding_slots.reachable, holding) && is_none(holding_slots.value, holding) && origin != constants.empty)
-      startable = false;
+    if (version.exposed) return false;
+    version.read = true;
+    if (!version.is_held() && version.is_external()) version.hold(t);
+    if (!version.reachable && !version.is_held() && !version.is_empty()) startable = false;
     return true;
   }
 
@@ -181,19 +178,17 @@ class Comparison {
 };
 
 // Holds a result if the plan holds it from its birth (`PlannedHoldings.hold`).
-void hold_as_planned(PyObject* matcher, const Forward& forward, const Template& expected, const at::Tensor& t, const py::object& version) {
-  PyObject* const holding = version_slots.holding.get(version.ptr());
-  const auto tensor = py::reinterpret_borrow<py::object>(holding_slots.tensor.get(holding));
-  if (!has(forward.holds.ptr(), tensor.ptr())) return;
-  if (expected.empty || has(forward.unsaved.ptr(), tensor.ptr())) {
-    call_method(matcher, "holds", wrapped(t), version);
+void hold_as_planned(PyObject* matcher, const Forward& forward, const Template& expected, const at::Tensor& t, const py::object& made) {
+  Version& version = *version_in(made.ptr());
+  if (!has(forward.holds.ptr(), version.tensor.ptr())) return;
+  if (expected.empty || has(forward.unsaved.ptr(), version.tensor.ptr())) {
+    call_method(matcher, "holds", wrapped(t), made);
     return;
   }
-  hold(holding, t);
-  if (holding_slots.claim.get(holding) == constants.pinned_claim)
-    holding_slots.claim.set(holding, Py_NewRef(constants.possible_claim));  // the plan knows all its readers
-  if (is_none(version_slots.call, version.ptr())) holding_slots.reachable.set(holding, Py_NewRef(Py_True));
-  PySet_Add(forward.active.ptr(), tensor.ptr());
+  version.hold(t);
+  if (version.has_claim(constants.pinned_claim)) version.set_claim(constants.possible_claim);  // the plan knows all its readers
+  if (version.call.is_none()) version.reachable = true;
+  PySet_Add(forward.active.ptr(), version.tensor.ptr());
 }
 
 // Notes the results of an op that matched its template.
@@ -213,14 +208,13 @@ void note(
       continue;
     }
     PyObject* const origin = expected.empty ? constants.empty : constants.recorded;
-    const py::object version = version_of(
-        t, {as.tensor, as.index, as.again ? call : py::none(), origin, expected.why, reachable && as.again}, forward.weak);
+    const NewVersion made{as.tensor, as.tensor, as.index, as.again ? call : py::none(), origin, expected.why, reachable && as.again};
+    const py::object version = new_version(t, made, forward.weak);
     add(forward, t, version);
     hold_as_planned(matcher, forward, expected, t, version);
   }
   for (const at::Tensor& t : expected.unshared ? results : std::vector<at::Tensor>())
-    if (PyObject* const version = at_address(forward, t))
-      version_slots.counter.set(version, PyLong_FromLongLong(constants.unshared));
+    if (Version* const version = at_address(forward, t)) version->counter = constants.unshared;
 }
 
 // Notes that the op has written to `t`.
@@ -390,10 +384,9 @@ void set_in_python(const std::vector<std::pair<std::string, std::string>>& names
 }
 
 void add(const Forward& forward, const at::Tensor& t, const py::object& version) {
-  PyObject* const v = version.ptr();
   const auto address = reinterpret_cast<uintptr_t>(t.storage().unsafeGetStorageImpl());
-  reinterpret_cast<Storages*>(forward.of_storage.ptr())->put(address, v);
-  PyDict_SetItem(forward.versions.ptr(), version_slots.id.get(v), v);
+  reinterpret_cast<Storages*>(forward.of_storage.ptr())->put(address, version.ptr());
+  PyDict_SetItem(forward.versions.ptr(), version_in(version.ptr())->id.ptr(), version.ptr());
 }
 
 std::unique_ptr<Template> template_of(const py::dict& fields) {

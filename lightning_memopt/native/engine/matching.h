@@ -12,6 +12,7 @@
 
 #include "prepared.h"
 #include "storages.h"
+#include "version.h"
 
 namespace memopt {
 
@@ -73,8 +74,8 @@ struct Forward {
 };
 
 // The version that a tensor is on; null if there is none. Borrowed: no Python code may run while it is in use.
-inline PyObject* at_address(const Forward& forward, const at::Tensor& t) {
-  return reinterpret_cast<Storages*>(forward.of_storage.ptr())->at(t);
+inline Version* at_address(const Forward& forward, const at::Tensor& t) {
+  return version_in(reinterpret_cast<Storages*>(forward.of_storage.ptr())->at(t));
 }
 // From now on the storage of `t` is on this version.
 void add(const Forward& forward, const at::Tensor& t, const pybind11::object& version);

@@ -4,7 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "backward.h"
-#include "guards.h"
+#include "handle.h"
 #include "hollow.h"
 #include "hooks.h"
 #include "interpreter.h"
@@ -17,7 +17,7 @@
 #include "recording.h"
 #include "rerun.h"
 #include "storages.h"
-#include "values.h"
+#include "version.h"
 
 namespace memopt {
 namespace {
@@ -29,14 +29,13 @@ PyObject* capsule(std::unique_ptr<T> owned) {
   return PyCapsule_New(owned.release(), nullptr, forget);
 }
 
-// know(objects, in_order, current_stream): sets the classes whose slots are read, constants, and functions (values.h).
+// know(objects, in_order, current_stream): sets the classes whose slots are read, constants, and functions (version.h).
 PyObject* know_objects(PyObject*, PyObject* args) {
   PyObject* objects;
   if (!PyArg_ParseTuple(args, "O!OO", &PyDict_Type, &objects, &in_order, &current_stream)) return nullptr;
   Py_INCREF(in_order);
   Py_INCREF(current_stream);
   if (!know(objects)) return nullptr;
-  adopt_destructor();
   Py_RETURN_NONE;
 }
 
@@ -55,7 +54,7 @@ PyObject* run_call(PyObject*, PyObject* const* args, Py_ssize_t n) {
   HANDLE_TH_ERRORS
   if (n != 3) return PyErr_Format(PyExc_TypeError, "run takes 3 arguments, got %zd", n);
   const pybind11::handle survives = args[2];
-  const auto stays = [&](PyObject* version) { return survives(pybind11::handle(version)).cast<bool>(); };
+  const auto stays = [&](const Version& version) { return survives(pybind11::handle(version.object())).cast<bool>(); };
   return PyBool_FromLong(rerun(args[0], args[1], stays));
   END_HANDLE_TH_ERRORS
 }
@@ -227,10 +226,10 @@ PyMethodDef methods[] = {
     {"under_way", under_way, METH_NOARGS, nullptr},
     {"counts", counts, METH_NOARGS, nullptr},
     {"captured", fast(captured), METH_FASTCALL, nullptr},
-    {"version", fast(new_version), METH_FASTCALL, nullptr},
+    {"version", fast(make_version), METH_FASTCALL, nullptr},
     {"fresh", fast(fresh), METH_FASTCALL, nullptr},
     {"row", fast(row), METH_FASTCALL, nullptr},
-    {"handle", fast(new_handle), METH_FASTCALL, nullptr},
+    {"handle", fast(make_handle), METH_FASTCALL, nullptr},
     {"alias", alias, METH_O, nullptr},
     {"hollow", fast(hollow), METH_FASTCALL, nullptr},
     {"recipe", recipe, METH_O, nullptr},
@@ -252,7 +251,8 @@ PyModuleDef module{PyModuleDef_HEAD_INIT, "engine", nullptr, -1, methods, nullpt
 
 PyMODINIT_FUNC PyInit_engine() {
   PyObject* const made = PyModule_Create(&memopt::module);
-  if (made != nullptr && memopt::add_hooks(made) && memopt::add_guards(made) && memopt::add_progress(made) && memopt::add_storages(made))
+  if (made != nullptr && memopt::add_hooks(made) && memopt::add_version(made) && memopt::add_handle(made) &&
+      memopt::add_progress(made) && memopt::add_storages(made))
     return made;
   Py_XDECREF(made);
   return nullptr;

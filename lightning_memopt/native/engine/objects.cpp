@@ -9,10 +9,7 @@ namespace memopt {
 
 ViewSlots view_slots;
 CallSlots call_slots;
-VersionSlots version_slots;
-HoldingSlots holding_slots;
 KeptSlots kept_slots;
-HandleSlots handle_slots;
 MatcherSlots matcher_slots;
 GuardSlots guard_slots;
 Constants constants;
@@ -64,10 +61,7 @@ bool has(PyObject* container, PyObject* key) {
 bool know(PyObject* objects) {
   auto& w = view_slots;
   auto& c = call_slots;
-  auto& v = version_slots;
-  auto& h = holding_slots;
   auto& k = kept_slots;
-  auto& a = handle_slots;
   auto& m = matcher_slots;
   auto& g = guard_slots;
   PyObject *unknown = nullptr, *unshared = nullptr;
@@ -77,17 +71,7 @@ bool know(PyObject* objects) {
       find(objects, "Call", &c.type,
            {FIELD(c, op), FIELD(c, prepared), FIELD(c, reads), FIELD(c, grad), FIELD(c, rng), FIELD(c, made), FIELD(c, mutates),
             FIELD(c, repeats)}) &&
-      find(objects, "StorageVersion", &v.type,
-           {FIELD(v, id), FIELD(v, nbytes), FIELD(v, device), FIELD(v, weak), FIELD(v, origin), FIELD(v, call), FIELD(v, index),
-            FIELD(v, counter), FIELD(v, counter_in_op), FIELD(v, next), FIELD(v, parameter), FIELD(v, exposed), FIELD(v, read),
-            FIELD(v, why), FIELD(v, holding)}) &&
-      find(objects, "Holding", &h.type,
-           {FIELD(h, value), FIELD(h, expected), FIELD(h, stream), FIELD(h, parked), FIELD(h, reachable), FIELD(h, handles),
-            FIELD(h, claim), FIELD(h, tensor)}) &&
       find(objects, "Kept", &k.type, {FIELD(k, about), FIELD(k, t), FIELD(k, counter)}) &&
-      find(objects, "Handle", &a.type,
-           {FIELD(a, save), FIELD(a, version), FIELD(a, guard), FIELD(a, counter), FIELD(a, times),
-            FIELD(a, engine)}) &&
       find(objects, "Matcher", &m.type, {FIELD(m, native), FIELD(m, templates), FIELD(m, capturing)}) &&
       find(objects, "Guard", &g.type, {FIELD(g, stand_ins), FIELD(g, until)}) &&
       take(objects, "RECORDED", &constants.recorded) && take(objects, "EMPTY", &constants.empty) &&
@@ -96,7 +80,7 @@ bool know(PyObject* objects) {
       take(objects, "OVERWRITTEN", &constants.overwritten) && take(objects, "OUTSIDE", &constants.outside) && take(objects, "UNKNOWN", &unknown) &&
       take(objects, "UNSHARED", &unshared) && take(objects, "DEFERRED", &constants.deferred) &&
       take(objects, "numeric_flags", &constants.numeric_flags) && take(objects, "CHANGES", &constants.changes) &&
-      take(objects, "StartChangedError", &constants.start_changed);
+      take(objects, "StartChangedError", &constants.start_changed) && take(objects, "__del__", &constants.destructor);
   if (complete) {
     constants.unknown = PyLong_AsLongLong(unknown);
     constants.unshared = PyLong_AsLongLong(unshared);

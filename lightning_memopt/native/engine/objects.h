@@ -1,5 +1,5 @@
-// The engine's objects are Python objects (record/tape.py, runtime/engine). So they have one owner, and both engines work on
-// them. Here their fields are read and written directly at their slots, which takes a few nanoseconds.
+// What Python gives the native engine: constants, and classes of which it reads or makes objects (record/tape.py, runtime/engine).
+// Their fields are read and written directly at their slots, which takes a few nanoseconds.
 #pragma once
 #include <torch/csrc/python_headers.h>
 
@@ -34,21 +34,9 @@ struct CallSlots {
   PyObject* type;
   Slot op, prepared, reads, grad, rng, made, mutates, repeats;
 };
-struct VersionSlots {
-  PyObject* type;
-  Slot id, nbytes, device, weak, origin, call, index, counter, counter_in_op, next, parameter, exposed, read, why, holding;
-};
-struct HoldingSlots {
-  PyObject* type;
-  Slot value, expected, stream, parked, reachable, handles, claim, tensor;
-};
 struct KeptSlots {
   PyObject* type;
   Slot about, t, counter;
-};
-struct HandleSlots {
-  PyObject* type;
-  Slot save, version, guard, counter, times, engine;
 };
 struct MatcherSlots {
   PyObject* type;
@@ -67,15 +55,13 @@ struct Constants {
   PyObject* numeric_flags;  // the function (record/settings.py)
   PyObject* changes;        // `CHANGES`, of the settings (record/settings.py)
   PyObject* start_changed;  // the class `StartChangedError`
+  PyObject* destructor;     // `Handle.__del__`
   int64_t unknown, unshared;              // counters
 };
 
 extern ViewSlots view_slots;
 extern CallSlots call_slots;
-extern VersionSlots version_slots;
-extern HoldingSlots holding_slots;
 extern KeptSlots kept_slots;
-extern HandleSlots handle_slots;
 extern MatcherSlots matcher_slots;
 extern GuardSlots guard_slots;
 extern Constants constants;

@@ -4,13 +4,14 @@
 
 #include <utility>
 
+#include "handle.h"
 #include "hollow.h"
 #include "making.h"
 #include "objects.h"
 #include "progress.h"
 #include "storages.h"
 #include "tensors.h"
-#include "values.h"
+#include "version.h"
 
 namespace memopt {
 namespace {
@@ -20,7 +21,7 @@ namespace py = pybind11;
 constexpr int64_t kBefore = -1;  // `BEFORE` in graph: the plan does not have the save
 
 // `save_of` in planned.py, for a version that does not stand in for another tensor.
-int64_t save_of(const Packing& packing, py::handle engine, PyObject* version, int64_t tensor, int64_t position) {
+int64_t save_of(const Packing& packing, py::handle engine, const Version& version, int64_t tensor, int64_t position) {
   py::object first;
   int64_t save = kBefore;
   for (const Saves::Save& each : packing.saves.at(position)) {
@@ -35,7 +36,7 @@ int64_t save_of(const Packing& packing, py::handle engine, PyObject* version, in
     return save;
   }
   if (!packing.saves.has(Saves::kPacked, tensor)) return kBefore;
-  return engine.attr("save_of")(py::handle(version)).cast<int64_t>();
+  return engine.attr("save_of")(py::handle(version.object())).cast<int64_t>();
 }
 
 }  // namespace
@@ -70,29 +71,26 @@ py::object pack(const Packing& packing, py::handle engine, const at::Tensor& t) 
     return kept(t, py::reinterpret_steal<py::object>(PyTuple_Pack(2, packing.names.ptr(), py::int_(position).ptr())));
   };
   if (!is_ordinary(t) || is_hollow(t)) return keep();
-  const auto version = py::reinterpret_borrow<py::object>(reinterpret_cast<Storages*>(packing.of_storage.ptr())->at(t));
-  if (!version) return keep();
-  PyObject* const v = version.ptr();
-  PyObject* const holding = version_slots.holding.get(v);
-  PyObject* const name = holding_slots.tensor.get(holding);
-  const bool external = version_slots.origin.get(v) == constants.external;
-  if (PyDict_GET_SIZE(packing.stand_ins.ptr()) > 0 || !is_current(v, t)) return python;
-  if (name == Py_None) return external ? keep() : python;
-  const int64_t tensor = PyLong_AsLongLong(name);
+  const auto owner = py::reinterpret_borrow<py::object>(reinterpret_cast<Storages*>(packing.of_storage.ptr())->at(t));
+  if (!owner) return keep();
+  Version& version = *version_in(owner.ptr());
+  if (PyDict_GET_SIZE(packing.stand_ins.ptr()) > 0 || !version.is_current(t)) return python;
+  if (version.tensor.is_none()) return version.is_external() ? keep() : python;
+  const int64_t tensor = PyLong_AsLongLong(version.tensor.ptr());
   if (packing.saves.has(Saves::kParked, tensor)) return python;
 
-  const int64_t save = save_of(packing, engine, v, tensor, position);
-  const bool parked = is_parked(holding);
-  if (external || version_slots.next.get(v) != Py_None || !packing.saves.has(Saves::kTracked, tensor)) return keep();
+  const int64_t save = save_of(packing, engine, version, tensor, position);
+  const bool parked = version.is_parked();
+  if (version.is_external() || version.is_stale() || !packing.saves.has(Saves::kTracked, tensor)) return keep();
   if (save == kBefore && !parked) return keep();
-  if (holding_slots.value.get(holding) == Py_None && !parked) {
+  if (!version.is_held() && !parked) {
     if (packing.saves.has(Saves::kPackedThenOverwritten, tensor)) {
-      hold(holding, t);  // a later version is held and read instead; this one is read if this step does not overwrite it
-    } else if (!is_rebuildable(v) || !packing.saves.has(Saves::kDroppedAtPack, tensor)) {
+      version.hold(t);  // a later version is held and read instead; this one is read if this step does not overwrite it
+    } else if (!version.is_rebuildable() || !packing.saves.has(Saves::kDroppedAtPack, tensor)) {
       return keep();
     }
   }
-  py::object made = handle(t, engine, save, v);
+  py::object made = new_handle(t, engine, save, version);
   PySet_Add(packing.packed.ptr(), py::int_(save).ptr());
   return made;
 }

@@ -7,10 +7,12 @@
 #include <unordered_map>
 #include <vector>
 
+#include "handle.h"
 #include "making.h"
 #include "objects.h"
 #include "storages.h"
 #include "tensors.h"
+#include "version.h"
 
 namespace memopt {
 namespace {
@@ -24,14 +26,12 @@ struct Arguments {
   bool capturing;
 
   // The version that `t` is on (`Recorder.version_of`); null if Python must find it. Borrowed.
-  PyObject* version_read(const at::Tensor& t) const {
+  Version* version_read(const at::Tensor& t) const {
     if (!is_plain(t)) return nullptr;
-    PyObject* const version = of_storage.at(t);
+    Version* const version = version_in(of_storage.at(t));
     if (version == nullptr) return nullptr;
-    PyObject* const holding = version_slots.holding.get(version);
-    const bool starts = capturing && version_slots.origin.get(version) == constants.external;
-    if (starts && holding_slots.value.get(holding) == Py_None) hold(holding, t);
-    return is_current(version, t) || !capturing ? version : nullptr;
+    if (capturing && version->is_external() && !version->is_held()) version->hold(t);
+    return version->is_current(t) || !capturing ? version : nullptr;
   }
 
   // Puts a new reference into `to`. False: Python must do this.
@@ -39,10 +39,10 @@ struct Arguments {
     *to = nullptr;
     if (THPVariable_Check(value)) {
       const at::Tensor& t = THPVariable_Unpack(value);
-      PyObject* const version = version_read(t);
+      Version* const version = version_read(t);
       if (version == nullptr) return false;
-      if (PyList_Append(reads, version) < 0) throw py::error_already_set();
-      if (capturing) *to = view_of(window_on(t), version_slots.id.get(version), t.is_conj(), t.is_neg());
+      if (PyList_Append(reads, version->object()) < 0) throw py::error_already_set();
+      if (capturing) *to = view_of(window_on(t), version->id.ptr(), t.is_conj(), t.is_neg());
       return true;
     }
     if (PyList_CheckExact(value) || PyTuple_CheckExact(value)) {
@@ -140,20 +140,19 @@ PyObject* captured(PyObject*, PyObject* const* args, Py_ssize_t n) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* new_version(PyObject*, PyObject* const* args, Py_ssize_t n) {
+PyObject* make_version(PyObject*, PyObject* const* args, Py_ssize_t n) {
   HANDLE_TH_ERRORS
   if (n != 4) throw py::type_error("version(id, t, origin, weak references)");
   const auto weak = py::reinterpret_borrow<py::list>(args[3]);
-  py::object made = version_of(tensor(args[1]), {py::none(), 0, py::none(), args[2], py::str(), false}, weak);
-  version_slots.id.set(made.ptr(), Py_NewRef(args[0]));
-  return made.release().ptr();
+  const NewVersion as{args[0], py::none(), 0, py::none(), args[2], py::str(), false};
+  return new_version(tensor(args[1]), as, weak).release().ptr();
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* new_handle(PyObject*, PyObject* const* args, Py_ssize_t n) {
+PyObject* make_handle(PyObject*, PyObject* const* args, Py_ssize_t n) {
   HANDLE_TH_ERRORS
   if (n != 4) throw py::type_error("handle(t, engine, save, version)");
-  return handle(tensor(args[0]), args[1], PyLong_AsLongLong(args[2]), args[3]).release().ptr();
+  return new_handle(tensor(args[0]), args[1], PyLong_AsLongLong(args[2]), *version_in(args[3])).release().ptr();
   END_HANDLE_TH_ERRORS
 }
 
@@ -170,11 +169,12 @@ PyObject* lonely(PyObject*, PyObject* const* args, Py_ssize_t n) {
   if (n != 2 || !PyDict_CheckExact(args[0])) throw py::type_error("lonely(dict, count)");
   const size_t most = PyLong_AsSize_t(args[1]);
   PyObject* const ids = PyList_New(0);
-  PyObject *id, *version;
+  PyObject *id, *object;
   Py_ssize_t at = 0;
-  while (PyDict_Next(args[0], &at, &id, &version)) {
-    if (holding_slots.value.get(version_slots.holding.get(version)) == Py_None) continue;
-    auto* const storage = static_cast<c10::StorageImpl*>(PyLong_AsVoidPtr(version_slots.weak.get(version)));
+  while (PyDict_Next(args[0], &at, &id, &object)) {
+    const Version& version = *version_in(object);
+    if (!version.is_held()) continue;
+    auto* const storage = reinterpret_cast<c10::StorageImpl*>(version.weak);
     if (c10::raw::weak_intrusive_ptr::use_count(storage) <= most) PyList_Append(ids, id);
   }
   return ids;

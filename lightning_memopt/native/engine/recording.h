@@ -11,7 +11,7 @@ namespace memopt {
 PyObject* captured(PyObject*, PyObject* const* args, Py_ssize_t n);
 
 // version(id, t, origin, weak references of the tape): the version of a new storage.
-PyObject* new_version(PyObject*, PyObject* const* args, Py_ssize_t n);
+PyObject* make_version(PyObject*, PyObject* const* args, Py_ssize_t n);
 
 // fresh(result of an op, of_storage): [(position, tensor)] of the ordinary tensors among the results that are on new storages.
 PyObject* fresh(PyObject*, PyObject* const* args, Py_ssize_t n);
@@ -20,7 +20,7 @@ PyObject* fresh(PyObject*, PyObject* const* args, Py_ssize_t n);
 PyObject* row(PyObject*, PyObject* const* args, Py_ssize_t n);
 
 // handle(t, engine, save, version).
-PyObject* new_handle(PyObject*, PyObject* const* args, Py_ssize_t n);
+PyObject* make_handle(PyObject*, PyObject* const* args, Py_ssize_t n);
 
 // alias(t): an alias without history that shares the version counter of `t`.
 PyObject* alias(PyObject*, PyObject* t);

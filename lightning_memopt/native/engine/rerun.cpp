@@ -16,7 +16,7 @@
 #include "objects.h"
 #include "prepared.h"
 #include "tensors.h"
-#include "values.h"
+#include "version.h"
 
 namespace memopt {
 namespace {
@@ -25,20 +25,14 @@ using c10::IValue;
 
 struct Overwritten {
   PyObject *old_id, *new_id;  // of versions
-  PyObject* old_holding;
+  Version& old;
   at::Tensor fresh;  // the memory that the call writes to
 };
 
-// The holding of a version; null if the tape has no version with this id.
-PyObject* holding_with(PyObject* versions, PyObject* id) {
-  PyObject* const version = version_with(versions, id);
-  return version == nullptr ? nullptr : version_slots.holding.get(version);
-}
-
-// The value of a version with this id; null if it has none.
+// The value of a version with this id; null if it has none that is an ordinary tensor.
 const at::Tensor* value_with(PyObject* versions, PyObject* id) {
-  PyObject* const holding = holding_with(versions, id);
-  return holding == nullptr ? nullptr : value_of(holding);
+  const Version* const version = version_with(versions, id);
+  return version != nullptr && version->has_ordinary_value() ? &version->value : nullptr;
 }
 
 // A copy of the whole storage of a tensor, flat.
@@ -47,13 +41,6 @@ at::Tensor copy_of(const at::Tensor& t) {
   const int64_t nbytes = static_cast<int64_t>(t.storage().nbytes()), size = nbytes / static_cast<int64_t>(t.element_size());
   const at::Tensor copied = at::empty({0}, bytes).set_(t.storage(), 0, {nbytes}, {1}).clone();
   return at::empty({0}, t.options()).set_(copied.storage(), 0, {size}, {1});
-}
-
-// Holds a value that a rebuild made (`Holding.rebuilt`). `stream`: borrowed.
-void hold_rebuilt(PyObject* holding, const at::Tensor& value, PyObject* stream) {
-  holding_slots.value.set(holding, wrapped(value).release().ptr());
-  holding_slots.expected.set(holding, PyLong_FromLong(value._version()));
-  holding_slots.stream.set(holding, Py_NewRef(stream));
 }
 
 // A new generator with a state.
@@ -116,7 +103,7 @@ void run_op(const Prepared& prepared, PyObject* rng, std::vector<IValue>* stack)
 
 }  // namespace
 
-bool rerun(PyObject* call, PyObject* versions, const std::function<bool(PyObject*)>& survives) {
+bool rerun(PyObject* call, PyObject* versions, const std::function<bool(const Version&)>& survives) {
   const auto* prepared = static_cast<Prepared*>(PyCapsule_GetPointer(call_slots.prepared.get(call), nullptr));
   if (prepared == nullptr) throw pybind11::error_already_set();
   PyObject* const rng = call_slots.rng.get(call);
@@ -127,18 +114,13 @@ bool rerun(PyObject* call, PyObject* versions, const std::function<bool(PyObject
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(reads); ++i)
     if (value_with(versions, PyTuple_GET_ITEM(reads, i)) == nullptr) return false;
 
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(reads); ++i) {
-    PyObject* const holding = holding_with(versions, PyTuple_GET_ITEM(reads, i));
-    put_in_order(holding, *value_of(holding));
-  }
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(reads); ++i) version_with(versions, PyTuple_GET_ITEM(reads, i))->put_in_order();
   std::vector<Overwritten> overwritten;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(mutates); ++i) {
     PyObject* const pair = PyTuple_GET_ITEM(mutates, i);
     PyObject *const old_id = PyTuple_GET_ITEM(pair, 0), *const new_id = PyTuple_GET_ITEM(pair, 1);
-    PyObject* const old = PyDict_GetItemWithError(versions, old_id);
-    const bool stays = survives(old);
-    const at::Tensor& base = *value_of(version_slots.holding.get(old));
-    overwritten.push_back({old_id, new_id, version_slots.holding.get(old), stays ? copy_of(base) : base});
+    Version& old = *version_with(versions, old_id);
+    overwritten.push_back({old_id, new_id, old, survives(old) ? copy_of(old.value) : old.value});
   }
 
   std::vector<IValue> stack = arguments_of(*prepared);
@@ -165,18 +147,18 @@ bool rerun(PyObject* call, PyObject* versions, const std::function<bool(PyObject
   const auto results = tensors_in(stack);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(made); ++i) {
     PyObject* const pair = PyTuple_GET_ITEM(made, i);
-    PyObject* const holding = holding_with(versions, PyTuple_GET_ITEM(pair, 1));
-    if (holding == nullptr || holding_slots.value.get(holding) != Py_None) continue;
+    Version* const version = version_with(versions, PyTuple_GET_ITEM(pair, 1));
+    if (version == nullptr || version->is_held()) continue;
     const at::Tensor& t = results.at(PyLong_AsSize_t(PyTuple_GET_ITEM(pair, 0)));
     pybind11::object stream = pybind11::none();
     if (!t.is_cpu()) stream = pybind11::handle(current_stream)(wrapped(t.device()));
-    hold_rebuilt(holding, t, stream.ptr());
+    version->rebuilt(t, stream);
   }
   for (const Overwritten& each : overwritten) {
-    PyObject* const after = holding_with(versions, each.new_id);
-    const bool same = each.fresh.is_same(*value_of(each.old_holding));
-    if (after != nullptr) hold_rebuilt(after, each.fresh, holding_slots.stream.get(each.old_holding));
-    if (same) drop(each.old_holding);
+    Version* const after = version_with(versions, each.new_id);
+    const bool same = each.fresh.is_same(each.old.value);
+    if (after != nullptr) after->rebuilt(each.fresh, each.old.stream);
+    if (same) each.old.drop();
   }
   return true;
 }

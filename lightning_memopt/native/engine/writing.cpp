@@ -1,9 +1,7 @@
 #include "writing.h"
 
-#include "making.h"
 #include "objects.h"
 #include "tensors.h"
-#include "values.h"
 
 namespace memopt {
 namespace {
@@ -11,67 +9,61 @@ namespace {
 namespace py = pybind11;
 
 // The version that `t` is on; null if it is parked or from outside, or if there is none.
-PyObject* version_at(const Forward& forward, const at::Tensor& t) {
-  PyObject* const version = at_address(forward, t);
-  if (version == nullptr || version_slots.origin.get(version) == constants.external) return nullptr;
-  return is_parked(version_slots.holding.get(version)) ? nullptr : version;
+Version* version_at(const Forward& forward, const at::Tensor& t) {
+  Version* const version = at_address(forward, t);
+  return version == nullptr || version->is_external() || version->is_parked() ? nullptr : version;
 }
 
 // Notes that the counter of a version must be read from `t` later, because autograd moves it after the op.
-void note_unread(const Forward& forward, PyObject* version, const at::Tensor& t) {
+void note_unread(const Forward& forward, const py::object& version, const at::Tensor& t) {
   const auto reference = py::reinterpret_steal<py::object>(PyWeakref_NewRef(wrapped(t).ptr(), nullptr));
-  const auto entry = py::reinterpret_steal<py::object>(PyTuple_Pack(2, version, reference.ptr()));
+  const auto entry = py::reinterpret_steal<py::object>(PyTuple_Pack(2, version.ptr(), reference.ptr()));
   if (!entry || PyList_Append(forward.unread.ptr(), entry.ptr()) < 0) throw py::error_already_set();
 }
 
 // Autograd may read the new bytes through saves of the old ones, if the counter of the tensor that it saved does not move
 // (`Holdings.overwritten`, `PlannedHoldings.overwritten`).
-void claim(PyObject* old, PyObject* before, PyObject* after, const at::Tensor& t, bool reachable) {
-  const bool has_handles = PyLong_AsLongLong(holding_slots.handles.get(before)) > 0;
-  PyObject* const earlier = holding_slots.claim.get(before);
-  const bool is_pinned = earlier == constants.pinned_claim;
-  if (has_handles || earlier != constants.no_claim) holding_slots.claim.set(after, Py_NewRef(constants.possible_claim));
+void claim(Version& before, Version& after, const at::Tensor& t, bool reachable) {
+  const bool has_handles = before.handles > 0, is_pinned = before.has_claim(constants.pinned_claim);
+  if (has_handles || !before.has_claim(constants.no_claim)) after.set_claim(constants.possible_claim);
   if (reachable || !(has_handles || is_pinned)) return;
-  hold(after, t);
-  holding_slots.claim.set(after, Py_NewRef(constants.pinned_claim));
-  if (version_slots.read.get(old) == Py_True) return;
-  drop(before);
-  if (is_pinned) holding_slots.claim.set(before, Py_NewRef(constants.possible_claim));
+  after.hold(t);
+  after.set_claim(constants.pinned_claim);
+  if (before.read) return;
+  before.drop();
+  if (is_pinned) before.set_claim(constants.possible_claim);
 }
 
 }  // namespace
 
 bool overwrites(const Forward& forward, const at::Tensor& t) {
-  PyObject* const version = PyDict_GET_SIZE(forward.beneath.ptr()) > 0 ? nullptr : version_at(forward, t);
+  Version* const version = PyDict_GET_SIZE(forward.beneath.ptr()) > 0 ? nullptr : version_at(forward, t);
   if (version == nullptr) return false;
-  PyObject* const holding = version_slots.holding.get(version);
-  const bool held = holding_slots.value.get(holding) != Py_None;
-  if (!is_rebuildable(version)) return !held || version_slots.read.get(version) != Py_True;  // else its bytes are copied
-  if (held && !can_make_from_memory(forward.versions.ptr(), version)) return false;
-  drop(holding);
+  if (!version->is_rebuildable()) return !version->is_held() || !version->read;  // else its bytes are copied
+  if (version->is_held() && !can_make_from_memory(forward.versions, *version)) return false;
+  version->drop();
   return true;
 }
 
 py::object overwritten(
     const Forward& forward, const at::Tensor& t, const py::object& call, bool startable, const py::object& tensor) {
-  PyObject* const old = version_at(forward, t);
+  Version* const old = version_at(forward, t);
   if (old == nullptr) return {};
-  PyObject* const before = version_slots.holding.get(old);
+  const auto owner = py::reinterpret_borrow<py::object>(old->object());  // the new version replaces it
   const bool runs_again = !call.is_none(), reachable = runs_again && startable;
   const py::object why = runs_again ? py::str() : py::reinterpret_borrow<py::object>(constants.overwritten);
-  const py::object made = version_of(t, {tensor, 0, call, constants.recorded, why, reachable}, forward.weak);
-  PyObject *const version = made.ptr(), *const after = version_slots.holding.get(version);
-  const bool shared = PyLong_AsLongLong(version_slots.counter.get(old)) != constants.unshared;
-  version_slots.counter.set(version, PyLong_FromLongLong(shared ? constants.unknown : constants.unshared));
-  version_slots.counter_in_op.set(version, PyLong_FromLong(t._version()));
+  const py::object made = new_version(t, {tensor, tensor, 0, call, constants.recorded, why, reachable}, forward.weak);
+  Version& version = *version_in(made.ptr());
+  version.counter = old->counter == constants.unshared ? constants.unshared : constants.unknown;
+  version.counter_in_op = t._version();
   if (!runs_again) {
-    version_slots.exposed.set(version, Py_NewRef(version_slots.exposed.get(old)));
-    version_slots.parameter.set(version, Py_NewRef(version_slots.parameter.get(old)));
+    version.exposed = old->exposed;
+    version.parameter = old->parameter;
   }
-  version_slots.next.set(old, Py_NewRef(tensor.ptr()));
-  claim(old, before, after, t, reachable);
+  old->next = tensor;
+  claim(*old, version, t, reachable);
   add(forward, t, made);
-  note_unread(forward, version, t);
+  note_unread(forward, made, t);
   return made;
 }
 

@@ -43,7 +43,7 @@ class Engine:
     def __init__(self, native: Any) -> None:
         raise_deferred()
         self.native = native
-        self.tape: Tape[Holding] = Tape(Holding)
+        self.tape: Tape[Holding] = Tape(Holding, native)
         self.holdings = Holdings()
         self.recorder: Recorder | None = None
         self.lock = threading.RLock()
@@ -115,7 +115,10 @@ class Engine:
 
     def handle(self, t: torch.Tensor, save: int, version: Version) -> Handle:
         """The object that autograd holds instead of `t`, which is on the version."""
-        return Handle(self, save, version, View(version.id, t), version_guard(t))
+        if self.native is None:
+            return Handle(self, save, version, View(version.id, t), version_guard(t))
+        made: Handle = self.native.handle(t, self, save, version)
+        return made
 
     def about(self, version: Version | None) -> tuple[Names, int] | None:
         """(names, key of the tensor in them) of a tensor that autograd keeps itself; None where it has no name."""
@@ -166,8 +169,8 @@ class Engine:
         It is a later version than the handle's if the storage was overwritten and the counter did not move (a write through
         `.data`, or to raw memory).
         """
-        if handle.guard._version != handle.counter:
-            raise modified(self.called(handle), handle.guard._version, handle.counter)
+        if handle.now != handle.counter:
+            raise modified(self.called(handle), handle.now, handle.counter)
         return self.latest(handle.version)
 
     def latest(self, version: Version) -> Version:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -70,12 +70,13 @@ class Gives(Protocol):
 
 
 class Handle:
-    """The object that autograd holds instead of a storage version. Its destructor tells the engine of the release.
+    """The object that autograd holds instead of a storage version. Its destructor tells the engine of the release. Where the
+    native engine is loaded, it makes handles of its own class, with the methods of this one.
 
     save: the number of the save.
     version: the storage version that was saved.
-    view: the window on it that was saved. If the native engine made the handle, it is made when it is asked for.
-    guard: has the version counter of the saved tensor, as `_version` (`version_guard`); the native engine's has the window.
+    view: the window on it that was saved.
+    guard: has the version counter of the saved tensor (`version_guard`).
     counter: the version counter when it was saved.
     times: how often autograd has asked for the tensor.
     engine: returns the tensor when asked; None after the release.
@@ -83,7 +84,7 @@ class Handle:
 
     __slots__ = ("counter", "engine", "guard", "save", "times", "version", "view")
 
-    def __init__(self, engine: Gives, save: int, version: Version, view: View, guard: Any) -> None:
+    def __init__(self, engine: Gives, save: int, version: Version, view: View, guard: torch.Tensor) -> None:
         self.save = save
         self.version = version
         self.view = view
@@ -93,15 +94,14 @@ class Handle:
         version.holding.handles += 1
         self.engine: Gives | None = engine  # set last, so that the destructor of a half-made handle does nothing
 
-    def __getattr__(self, name: str) -> Any:
-        if name != "view":
-            raise AttributeError(name)
-        view = self.view = self.guard.view(self.version.id)
-        return view
+    @property
+    def now(self) -> int:
+        """The present version counter of the saved tensor."""
+        return self.guard._version
 
     def counted(self) -> torch.Tensor:
         """A tensor without memory that shares the version counter of the saved tensor."""
-        return self.guard if isinstance(self.guard, torch.Tensor) else self.guard.tensor()
+        return self.guard
 
     @uncompiled
     def get(self) -> torch.Tensor:

@@ -64,7 +64,8 @@ _EMPTY = Origin.EMPTY
 
 
 class Holding:
-    """What an engine holds of one storage version. See NOTE [States of a holding].
+    """What an engine holds of one storage version. See NOTE [States of a holding]. Where the native engine is loaded, a version
+    is its own holding (`StorageVersion`).
 
     value: a tensor on the bytes if they are in memory, else None.
     expected: the version counter that `value` must have when a rebuild or autograd reads it; UNKNOWN while the forward runs.

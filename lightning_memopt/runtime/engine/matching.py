@@ -38,8 +38,6 @@ class Matcher(Recorder):
 
     def __init__(self, owner: Owner, tape: Tape[Holding], holdings: PlannedHoldings, learned: Learned, unproven: bool) -> None:
         super().__init__(tape, owner)
-        if learned.native is not None:
-            self.of_storage = learned.native.Storages()
         self.program = learned.program
         self.cursor = holdings.cursor
         self.placing = Placing(learned, tape, holdings, self.of_storage, unproven)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ _TESTS: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
 """Name -> (overload, positional arguments after the first one, keyword arguments)."""
 
 
-_CLASSES = View, Call, StorageVersion, Holding, Kept, Handle, Matcher, Guard
+_CLASSES = View, Call, Kept, Matcher, Guard
 _OBJECTS = {
     **{cls.__name__: cls for cls in _CLASSES},
     **{origin.name: origin for origin in Origin},
@@ -59,6 +60,7 @@ _OBJECTS = {
     "numeric_flags": numeric_flags,
     "CHANGES": CHANGES,
     "StartChangedError": StartChangedError,
+    "__del__": Handle.__del__,
 }
 """What the native module works on: classes whose slots it reads, and values that it compares with."""
 
@@ -102,6 +104,8 @@ _entering_hooks: Seams[Any] = Seams(lambda: [(AUTOGRAD, "_push_saved_tensors_def
 
 def _prepare(module: Any) -> None:
     """Raises BuildError if the module does not know this engine's objects, or gives other bits than torch's own calls."""
+    _give_methods(module.StorageVersion, StorageVersion, Holding)
+    _give_methods(module.Handle, Handle)
     try:
         module.know(_OBJECTS, in_order, current_stream)
     except (TypeError, AttributeError) as error:
@@ -111,13 +115,21 @@ def _prepare(module: Any) -> None:
             raise BuildError(f"its test fails: {name}")
 
 
+def _give_methods(native: type, *classes: type) -> None:
+    """Give a class of the native engine the methods of the classes whose fields it has."""
+    for cls in classes:
+        for name, value in vars(cls).items():
+            if isinstance(value, FunctionType | property) and not (name.startswith("__") or hasattr(native, name)):
+                setattr(native, name, value)
+
+
 def _gives_equal_bits(module: Any, name: str) -> bool:
     """Whether torch and the native module give the same bits for a call."""
     x = torch.arange(12.0).view(3, 4).t()
     state = torch.Generator().manual_seed(1).get_state()
     func, more, named = _TESTS[name]
-    tape: Tape[Holding] = Tape(Holding)
-    read, made = (StorageVersion(i, torch.empty(12), tape) for i in (0, 1))
+    tape: Tape[Holding] = Tape(Holding, module)
+    read, made = (tape.version(i, torch.empty(12)) for i in (0, 1))
     read.holding.rebuilt(x.clone())
     call = Call(0, func, [View(0, x), *more], named, (0,), False)
     if name == "in place":

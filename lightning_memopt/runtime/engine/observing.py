@@ -17,7 +17,7 @@ import torch
 
 from lightning_memopt.errors import ModifiedError, UnsupportedError
 from lightning_memopt.native.engine import loaded
-from lightning_memopt.record import Call, OpRecord, Origin, StorageVersion, storage_id
+from lightning_memopt.record import Call, OpRecord, Origin, storage_id
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of
 from lightning_memopt.runtime.engine.base import Engine
@@ -132,7 +132,6 @@ class ObservingEngine(Engine):
         self._pace = Pace()
         self._unverified: set[str] = set()
         self._verified_ops: set[str] = set()
-        self.tape.native = self.native
         self.events = events
         self.pressure = pressure
         self.verify = verify
@@ -264,12 +263,6 @@ class ObservingEngine(Engine):
         if rebuildable(new):
             self.evictable[new.id] = new
 
-    def handle(self, t: torch.Tensor, save: int, version: Version) -> Handle:
-        if self.native is None:
-            return super().handle(t, save, version)
-        made: Handle = self.native.handle(t, self, save, version)
-        return made
-
     def pack(self, t: torch.Tensor) -> Kept | Handle:
         packed = super().pack(t)
         self.packs = True
@@ -327,7 +320,7 @@ class ObservingEngine(Engine):
 
     def _reads_later(self, version: Version, t: torch.Tensor) -> None:
         """Autograd saved the version and will read the new bytes. The counter of its save says whether that is an error."""
-        later: Version = StorageVersion(-1 - version.id, t, self.tape)
+        later = self.tape.version(-1 - version.id, t)
         later.holding.hold(t)
         later.why = "written over after the forward"
         self.tape.versions[later.id] = later

@@ -150,7 +150,7 @@ class PlannedEngine(Engine):
     @uncompiled
     def pack(self, t: torch.Tensor) -> Kept | Handle:
         packed = super().pack(t)
-        if type(packed) is Handle:
+        if not isinstance(packed, Kept):
             self.turns.packed.add(packed.save)
         return packed
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import lightning_memopt
-from lightning_memopt.record import UNKNOWN
+from lightning_memopt.native import engine
+from lightning_memopt.record import UNKNOWN, Tape
 from lightning_memopt.runtime.engine.holding import Holding, settle
 from lightning_memopt.runtime.parked import Depot, ParkedTensor
 
@@ -40,8 +41,20 @@ def state(holding: Holding) -> str:
     return ("COPIED" if held else "PARKED") if holding.parked is not None else ("HELD" if held else "EMPTY")
 
 
-def holding(wanted: str) -> Holding:
-    made = Holding()
+@pytest.fixture(params=["Python", "native"])
+def empty(request: pytest.FixtureRequest) -> Callable[[], Holding]:
+    """Makes a holding: Python's, or a version of the native engine, which is its own holding."""
+    if request.param == "Python":
+        return Holding
+    module = engine.loaded()
+    if module is None:
+        pytest.skip("there is no native engine: MEMOPT_NATIVE=0, or it cannot be built")
+    tape = Tape(Holding, module)
+    return lambda: tape.version(0, torch.empty(0)).holding
+
+
+def holding(empty: Callable[[], Holding], wanted: str) -> Holding:
+    made = empty()
     if wanted in ("COPIED", "PARKED"):
         made.park(parked())
     if wanted in ("HELD", "COPIED"):
@@ -51,8 +64,8 @@ def holding(wanted: str) -> Holding:
 
 @pytest.mark.parametrize("before", TRANSITIONS)
 @pytest.mark.parametrize("door", DOORS)
-def test_every_door_leads_where_the_table_says(before: str, door: str) -> None:
-    made, after = holding(before), TRANSITIONS[before][door]
+def test_every_door_leads_where_the_table_says(before: str, door: str, empty: Callable[[], Holding]) -> None:
+    made, after = holding(empty, before), TRANSITIONS[before][door]
     assert state(made) == before
     if after is None:
         with pytest.raises(AssertionError, match="parked once"):
@@ -63,8 +76,8 @@ def test_every_door_leads_where_the_table_says(before: str, door: str) -> None:
         assert state(made) == after
 
 
-def test_the_counter_and_the_stream_change_with_the_value() -> None:
-    made, t = Holding(), torch.ones(4)
+def test_the_counter_and_the_stream_change_with_the_value(empty: Callable[[], Holding]) -> None:
+    made, t = empty(), torch.ones(4)
     made.rebuilt(t, stream := object())
     assert made.expected == t._version and made.stream is stream and made.intact
     t.add_(1)
@@ -80,8 +93,8 @@ def test_the_counter_and_the_stream_change_with_the_value() -> None:
     assert not made.intact, "the end of the forward is noted once"
 
 
-def test_what_is_set_aside_comes_back_as_it_was() -> None:
-    made, t = Holding(), torch.ones(4)
+def test_what_is_set_aside_comes_back_as_it_was(empty: Callable[[], Holding]) -> None:
+    made, t = empty(), torch.ones(4)
     made.rebuilt(t, stream := object())
     with pytest.raises(KeyError), made.set_aside() as value:
         assert value is t and state(made) == "EMPTY"
@@ -90,11 +103,11 @@ def test_what_is_set_aside_comes_back_as_it_was() -> None:
     assert made.value is t and made.expected == t._version and made.stream is stream
 
 
-def test_bytes_that_come_back_bit_identical_are_fetched() -> None:
-    made = holding("PARKED")
+def test_bytes_that_come_back_bit_identical_are_fetched(empty: Callable[[], Holding]) -> None:
+    made = holding(empty, "PARKED")
     assert made.reachable and made.fetch() and state(made) == "COPIED"
     assert made.value is not None and made.value.tolist() == [True, False, True, True]
-    assert not Holding().fetch()
+    assert not empty().fetch()
 
 
 def test_nothing_else_sets_what_a_holding_holds() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_memopt import optimize
 from lightning_memopt.native import counter
-from lightning_memopt.record import StorageVersion, Tape
+from lightning_memopt.record import Tape
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.exposure import watching
 from lightning_memopt.runtime.engine.holding import Holding, Version, copy_of
@@ -261,7 +261,7 @@ def test_copies_are_counted() -> None:
     surplus = Surplus(tape)
     before = counts.live_nbytes
     for id in range(3):
-        version: Version = StorageVersion(id, original, tape)
+        version = tape.version(id, original)
         with below_autograd():
             version.holding.rebuilt(copy_of(original))
         tape.versions[id] = version

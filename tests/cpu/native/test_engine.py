@@ -77,7 +77,7 @@ CASES = {
 def recorded(case: Case) -> tuple[Call, dict[int, StorageVersion[Holding]]]:
     """The call and the versions it reads; tensors that share a storage share a version. All bytes are held."""
     given = [*tensors(), torch.tensor([3, 0, 5])]
-    tape: Tape[Holding] = Tape(Holding)
+    tape: Tape[Holding] = Tape(Holding, engine.loaded())
     ids: dict[int, int] = {}
     versions: dict[int, StorageVersion[Holding]] = {}
 
@@ -85,7 +85,7 @@ def recorded(case: Case) -> tuple[Call, dict[int, StorageVersion[Holding]]]:
         t = given[i]
         id = ids.setdefault(t.untyped_storage()._cdata, len(ids))
         if id not in versions:
-            versions[id] = StorageVersion(id, t, tape)
+            versions[id] = tape.version(id, t)
             versions[id].holding.rebuilt(t.detach().as_strided((t.untyped_storage().nbytes() // t.itemsize,), (1,), 0))
         return View(id, t)
 
@@ -102,7 +102,7 @@ def recorded(case: Case) -> tuple[Call, dict[int, StorageVersion[Holding]]]:
     if case.func is aten.split_with_sizes_copy.default:
         call.made = ((1, made),)
     for id in [*(new for _, new in call.mutates), *(id for _, id in call.made)]:
-        versions[id] = StorageVersion(id, torch.empty(1), tape)
+        versions[id] = tape.version(id, torch.empty(1))
     return call, versions
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_memopt.graph import Graph, graph_to_json
 from lightning_memopt.native import engine
-from lightning_memopt.record import StorageVersion, Tape, View
+from lightning_memopt.record import Tape, View
 from lightning_memopt.runtime.engine.holding import Holding
 from lightning_memopt.session.observe.observation import Observation
 from lightning_memopt.trace.in_place import InPlace
@@ -104,9 +104,9 @@ def test_both_see_the_same_step(name: str, limit_nbytes: int, module: Any, monke
 
 
 def test_python_answers_for_unknown_tensors_and_nothing_was_noted(module: Any) -> None:
-    tape: Tape[Holding] = Tape(Holding)
+    tape: Tape[Holding] = Tape(Holding, module)
     known, unknown = torch.randn(2, 3), torch.randn(3)
-    version: StorageVersion[Holding] = StorageVersion(7, known, tape)
+    version = tape.version(7, known)
     of_storage, reads = module.Storages(), [version]
     of_storage[version.weak] = version
     for values in ((known, unknown), ([known, [unknown]],), (known, unknown.to_sparse())):
@@ -118,10 +118,10 @@ def test_python_answers_for_unknown_tensors_and_nothing_was_noted(module: Any) -
 
 
 def test_new_results_have_their_positions(module: Any) -> None:
-    tape: Tape[Holding] = Tape(Holding)
+    tape: Tape[Holding] = Tape(Holding, module)
     known, new = torch.randn(2), torch.randn(2)
     of_storage = module.Storages()
-    of_storage[known.untyped_storage()._cdata] = StorageVersion(0, known, tape)
+    of_storage[known.untyped_storage()._cdata] = tape.version(0, known)
     results = module.fresh((known, None, [new, new.to_sparse()], new), of_storage)
     assert [at for at, _ in results] == [1, 3] and all(t is new for _, t in results)
     assert module.fresh(known, of_storage) == []
