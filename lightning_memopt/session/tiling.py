@@ -46,6 +46,8 @@ work on blocks of so many.
 """
 _EXITS = 2
 """A loss, and at least one gradient."""
+_REMEMBERED = 16
+"""Maximum number of signatures whose steps are known: each has a graph."""
 _UNKNOWN_NBYTES = 1 << 62
 AnyRecording = TypeVar("AnyRecording", bound=Recording)
 Say = Callable[[str], None]
@@ -88,8 +90,11 @@ class Tiling(Part):
     # -- moments of a step -------------------------------------------------------------------------
 
     def forward_begins(self, signature: object) -> None:
-        if self._wanted:
-            self._now = self._known.setdefault(signature, _Signature())
+        if not self._wanted:
+            return
+        self._now = self._known.setdefault(signature, _Signature())
+        if len(self._known) > _REMEMBERED:
+            del self._known[next(iter(self._known))]
 
     def step_begins(self, state: object, limit_nbytes: int | None) -> None:
         self._leave()

@@ -1,4 +1,4 @@
-"""Loops that train in tiles, and read logits in ways of their own: equal bits, and a plan in tiles or a line that says why not."""
+"""Loops that train in tiles, and read logits in ways of their own: equal bits, and a plan in tiles or a line that says why."""
 
 from __future__ import annotations
 
