@@ -168,8 +168,8 @@ def measured(head: Head, rounds: int) -> dict[str, Row]:
 def table(results: dict[str, dict[str, Row]]) -> str:
     """A row for each head and way."""
     lines = [
-        "| head | way | peak, MiB | time | bits of *plain* | tiles | predicted - measured |",
-        "|---|---|---|---|---|---|---|",
+        "| head | way | peak, MiB | time | bits of *plain* | tiles |",
+        "|---|---|---|---|---|---|",
     ]
     for name, rows in results.items():
         head = HEADS[name]
