@@ -108,7 +108,7 @@ class Tiling(Part):
                 work = _sizes(head)
             elif self._now.phase == "tiled":
                 work = _proven(head)
-        if head is None or work is None or loaded() is None:
+        if head is None or work is None or self._why_not():
             return
         module = self._model.get_submodule(head.module)
         weights = module.parameters(recurse=False) if head.module else module.parameters()
@@ -212,7 +212,9 @@ class Tiling(Part):
     def _why_not(self) -> str:
         if not self._alone:
             return "several processes train together"
-        return "" if loaded() is not None else "the native engine is not there"
+        if loaded() is None:
+            return "the native engine is not there"
+        return "" if loaded().can_be_hollow() else "they need a newer torch"
 
     def _proven(self, mode: TileMode, proof: Proof) -> None:
         """A step has compared tiles of some sizes."""

@@ -8,6 +8,9 @@ namespace memopt {
 
 bool is_hollow(const at::Tensor& t);
 
+// can_be_hollow(): whether this torch has what hollow tensors need.
+PyObject* can_be_hollow(PyObject*, PyObject*);
+
 // hollow(like, device, message, recipe): a hollow tensor with the sizes, strides and dtype of `like`. Whoever reads its memory gets
 // a RuntimeError with `message`.
 PyObject* hollow(PyObject*, PyObject* const* args, Py_ssize_t n);

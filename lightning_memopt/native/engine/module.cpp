@@ -231,6 +231,7 @@ PyMethodDef methods[] = {
     {"row", fast(row), METH_FASTCALL, nullptr},
     {"handle", fast(make_handle), METH_FASTCALL, nullptr},
     {"alias", alias, METH_O, nullptr},
+    {"can_be_hollow", can_be_hollow, METH_NOARGS, nullptr},
     {"hollow", fast(hollow), METH_FASTCALL, nullptr},
     {"recipe", recipe, METH_O, nullptr},
     {"hollow_view", fast(hollow_view), METH_FASTCALL, nullptr},
