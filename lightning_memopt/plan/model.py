@@ -125,7 +125,7 @@ class TiledHead:
     """A loss head that runs in tiles: the logits, what the loss makes of them, and their gradients are never whole.
 
     module: the path of the module that makes the logits; "" for the model itself.
-    classes: the number of columns of the logits.
+    classes, tokens: the numbers of columns and rows of the logits.
     rows: how many rows a tile of rows has: in the forward, and for the gradient of the hidden states.
     columns: how many columns a tile of columns has, for the gradient of the weight; 0 if the weight is frozen.
     unmade_nbytes: bytes of the largest tensor that is never whole.
@@ -135,6 +135,7 @@ class TiledHead:
 
     module: str
     classes: int
+    tokens: int
     rows: int
     columns: int
     unmade_nbytes: int

@@ -26,7 +26,16 @@ from lightning_memopt.graph import Graph, Op
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import Machine, TiledHead, tiles_text
 from lightning_memopt.plan.logits import head_of
-from lightning_memopt.record import Seams, around_innermost, in_transform, listening_to, told_of_compiled, uncompiled
+from lightning_memopt.record import (
+    Seams,
+    around_innermost,
+    in_transform,
+    listening_to,
+    numeric_flags,
+    told_of_compiled,
+    uncompiled,
+    watching,
+)
 from lightning_memopt.runtime.tiles import Proof, Sizes, TileMode
 from lightning_memopt.session.forward.recording import Recording, in_checkpoint
 from lightning_memopt.session.judge.states import Running
@@ -47,7 +56,7 @@ work on blocks of so many.
 _EXITS = 2
 """A loss, and at least one gradient."""
 _REMEMBERED = 16
-"""Maximum number of signatures whose steps are known: each has a graph."""
+"""Maximum number of signatures whose steps may run in tiles: each has a graph."""
 _UNKNOWN_NBYTES = 1 << 62
 AnyRecording = TypeVar("AnyRecording", bound=Recording)
 Say = Callable[[str], None]
@@ -62,12 +71,18 @@ class _Signature:
     head: the head, if there is one.
     plain: the graph of the step as it is.
     proved: the step that is over was one that proves: its graph is not that of a usual step.
+    flags: the numeric settings under which tiles were compared, the number of threads among them.
     """
 
     phase: Literal["look", "prove", "tiled", "whole"] = "look"
     head: TiledHead | None = None
     plain: Graph | None = None
     proved: bool = False
+    flags: object = None
+
+
+_OTHER = _Signature(phase="whole")
+"""What is known of all signatures after the first ones."""
 
 
 class Tiling(Part):
@@ -84,6 +99,7 @@ class Tiling(Part):
         self._now = _Signature()
         self._step = contextlib.ExitStack()
         self._said = set[str]()
+        self._flags: object = None  # the numeric settings under which tiles of the user's plan were compared
         self._given: bool | None = None  # whether the tiles of the user's plan have given the bits of whole ops
         self.mode: TileMode | None = None
 
@@ -92,9 +108,11 @@ class Tiling(Part):
     def forward_begins(self, signature: object) -> None:
         if not self._wanted:
             return
-        self._now = self._known.setdefault(signature, _Signature())
-        if len(self._known) > _REMEMBERED:
-            del self._known[next(iter(self._known))]
+        self._now = self._known.get(signature, _OTHER)
+        if self._now is _OTHER and len(self._known) < _REMEMBERED:
+            self._now = self._known[signature] = _Signature()
+        elif self._now is _OTHER:
+            self._tell(f"there are batches of more than {_REMEMBERED} shapes; those of others are whole")
 
     def step_begins(self, state: object, limit_nbytes: int | None) -> None:
         self._leave()
@@ -104,6 +122,9 @@ class Tiling(Part):
             head = state.plan.tiles[0] if state.plan.tiles else None
             work = None if head is None else self._work(state, head)
         elif isinstance(state, Observing) and head is not None:
+            if self._now.phase == "tiled" and self._now.flags != numeric_flags():
+                self._now.phase, head = "prove", replace(head, rows=head.tokens, columns=head.classes)
+                self._now.head = head
             if self._now.phase == "prove":
                 work = _sizes(head)
             elif self._now.phase == "tiled":
@@ -112,16 +133,23 @@ class Tiling(Part):
             return
         module = self._model.get_submodule(head.module)
         weights = module.parameters(recurse=False) if head.module else module.parameters()
-        self.mode = TileMode(head.classes, work, notes=any(p.requires_grad for p in weights))
+        self.mode = mode = TileMode(head.classes, work, notes=any(p.requires_grad for p in weights))
         self._step.enter_context(around_innermost(module, self._head_begins, self._head_ends))
-        self._step.enter_context(listening_to([(_reads, self.mode.asked), *told_of_compiled(self.mode.compiled)]))
+        raw = watching(mode.exposed, mode.settings_changed, _no_hook)
+        self._step.enter_context(listening_to([raw, (_reads, mode.asked), *told_of_compiled(mode.compiled)]))
+        if not head.module:
+            self._head_begins(module)  # its call has begun already
 
     def _work(self, state: Running, head: TiledHead) -> Sizes | None:
         """What a step of this plan does. If the user gave the plan, its first step also runs whole ops, to compare bits."""
         if head.threads != torch.get_num_threads():
             self._tell(f"they were compared with {head.threads} threads, and now there are {torch.get_num_threads()}")
             return None
+        flags = self._now.flags if self._now.flags is not None else self._flags
         if state.is_given and self._given is False:
+            return None
+        if flags is not None and flags != numeric_flags():
+            self._tell("they were compared under other numeric settings")
             return None
         if state.is_given and self._given is None:
             return replace(_proven(head), checked=True)
@@ -154,10 +182,12 @@ class Tiling(Part):
             return
         mode = self.mode
         self._leave()
+        if mode.outcome.tokens and isinstance(mode.work, Sizes):
+            self._tell(f"they were compared for {mode.work.tokens:,} tokens, and some steps have others")
         if isinstance(mode.work, Proof):
             self._proven(mode, mode.work)
         elif planned and mode.outcome.heads and mode.work.checked:
-            self._given = not mode.outcome.wrong
+            self._given, self._flags = not mode.outcome.wrong, numeric_flags()
             if mode.outcome.wrong:
                 self._tell(_other_bits(mode.outcome.wrong))
         elif planned:
@@ -224,7 +254,7 @@ class Tiling(Part):
             now.phase = "whole"
             self._tell(why)
             return
-        now.phase = "tiled"
+        now.phase, now.flags = "tiled", numeric_flags()
         columns = proof.columns[-1] if proof.by_columns else 0
         ops, threads = tuple(sorted(proof.ops)), torch.get_num_threads()
         now.head = replace(now.head, rows=proof.rows[-1], columns=columns, ops=ops, threads=threads)
@@ -284,7 +314,7 @@ def _head(graph: Graph, op: Op, model: nn.Module) -> TiledHead | None:
         return None
     classes = product.size[-1]
     rows = prod(product.size[:-1])
-    return TiledHead(module=path, classes=classes, rows=rows, columns=classes, unmade_nbytes=product.nbytes)
+    return TiledHead(module=path, classes=classes, tokens=rows, rows=rows, columns=classes, unmade_nbytes=product.nbytes)
 
 
 def _why_wrong(mode: TileMode, proof: Proof) -> str:
@@ -315,7 +345,11 @@ def _sizes(head: TiledHead) -> Proof:
 
 
 def _proven(head: TiledHead) -> Sizes:
-    return Sizes(head.rows, head.columns, frozenset(head.ops))
+    return Sizes(head.rows, head.columns, head.tokens, frozenset(head.ops))
+
+
+def _no_hook(t: torch.Tensor) -> torch.Tensor:
+    return t
 
 
 def _reading(original: Any) -> Any:
@@ -329,18 +363,8 @@ def _reading(original: Any) -> Any:
     return method
 
 
-_METHODS = (
-    "data_ptr",
-    "numpy",
-    "__array__",
-    "__dlpack__",
-    "tolist",
-    "__repr__",
-    "__reduce_ex__",
-    "__deepcopy__",
-    "share_memory_",
-)
-"""Methods of tensors that read bytes without an op, or without modes."""
+_METHODS = ("tolist", "share_memory_", "_typed_storage", "__repr__", "__reduce_ex__", "__deepcopy__")
+"""Methods of tensors that read bytes without an op, or without modes, and that hand out no raw memory (record/exposure.py)."""
 _reads: Seams[Callable[[torch.Tensor, str], None]] = Seams(
     lambda: [(torch.Tensor, name, _reading) for name in _METHODS], stays=True
 )

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
-from lightning_memopt.runtime.tiles.recipes import LogSoftmax, Recipe, Seen, Span, alone, may_be_lost, tiles
+from lightning_memopt.runtime.tiles.recipes import LogSoftmax, Recipe, Seen, Span, alone, around, may_be_lost, tiles
 from lightning_memopt.torch_private import OpOverload
 
 _ATEN = torch.ops.aten
+_ROWS = 64
+"""Number of rows of a tile, where the loss has run on whole tensors."""
 
 
 def spans(n: int, size: int, columns: bool) -> Iterator[Span]:
@@ -80,8 +82,16 @@ class Product:
         (made,) = tiles([self._recipe], span)
         torch.mm(made.t() if self.columns else made, self._other, out=out)
 
+    def note(self) -> None:
+        """Note what tiles of columns need of each row, where no loss has done so."""
+        for recipe in around(self._recipe) if self.columns else ():
+            if isinstance(recipe, LogSoftmax) and recipe.top is None:
+                for span in spans(recipe.rows, _ROWS, columns=False):
+                    recipe.note(span, *tiles([recipe.parents[0], recipe], span))
+
     def run(self, size: int) -> torch.Tensor:
         """The result, in tiles of `size` rows or columns."""
+        self.note()
         out = torch.empty(self.n, self._other.size(1), dtype=self._recipe.like.dtype, device=self._recipe.device)
         for span in spans(self.n, size, self.columns):
             self.into(out[span.first : span.end], span)

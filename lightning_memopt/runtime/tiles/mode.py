@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from lightning_memopt.record import is_plain
+from lightning_memopt.record import is_plain, numeric_flags, set_numeric_flags
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.modes import Outside
 from lightning_memopt.record.rules import rule_of_call, written_by
@@ -60,7 +60,11 @@ class Proof:
         self.by_columns = self.by_columns or exit.columns
         sizes = self.columns if exit.columns else self.rows
         for size in list(sizes):
-            if not _gives(exit, size, result):
+            try:
+                same = _gives(exit, size, result)
+            except Exception:  # of a combination of ops that the rules do not foresee: it never runs in tiles
+                same = False
+            if not same:
                 sizes.remove(size)
                 self.wrong = func._name
 
@@ -68,6 +72,7 @@ class Proof:
 def _gives(exit: Loss | Product, size: int, result: Any) -> bool:
     if isinstance(exit, Loss):
         return all(map(_equal, exit.run(size, notes=True), result))
+    exit.note()
     for span in spans(exit.n, size, exit.columns):
         whole = result[span.first : span.end]
         part = torch.empty_like(whole)
@@ -92,12 +97,14 @@ class Sizes:
     """Tiles that were proven.
 
     rows, columns: the size of tiles of rows, and of columns.
+    tokens: the number of rows of the logits. With another one, the head is whole.
     ops: names of the ops that may run in tiles.
     checked: each exit also runs whole, and its bits are compared: tiles were proven on another machine.
     """
 
     rows: int
     columns: int
+    tokens: int
     ops: frozenset[str]
     checked: bool = False
 
@@ -110,12 +117,14 @@ class Outcome:
     unmade_nbytes: bytes of the largest result that was never made.
     read: op or access by which user code read what was not there -> the bytes that were made for it.
     wrong: an op whose tiles have other bits than the whole op (`Sizes.checked`); "" if there is none.
+    tokens: the number of rows of logits that were whole, because tiles were compared for another number; 0 if there were none.
     """
 
     heads: int = 0
     unmade_nbytes: int = 0
     read: dict[str, int] = field(default_factory=dict)
     wrong: str = ""
+    tokens: int = 0
 
 
 class TileMode(Outside):
@@ -134,6 +143,7 @@ class TileMode(Outside):
         super().__init__()
         self._classes, self.work, self._notes = classes, work, notes
         self.inside = self.took = False
+        self._flags = numeric_flags()
         self.outcome = Outcome()
         self._sources: set[int] = set()
         """Storages of the tensors that recipes read."""
@@ -162,6 +172,9 @@ class TileMode(Outside):
     def _product(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
         recipe = product_for(func, args, kwargs) if all(map(is_plain, tensors_in(args))) else None
         if recipe is None or recipe.columns != self._classes:
+            return func(*args, **kwargs)
+        if isinstance(self.work, Sizes) and recipe.rows != self.work.tokens:
+            self.outcome.tokens = recipe.rows
             return func(*args, **kwargs)
         self.outcome.heads += 1
         if isinstance(self.work, Proof):
@@ -261,6 +274,24 @@ class TileMode(Outside):
         recipe = recipe_of(t)
         if recipe is not None:
             self._make([recipe], f"Tensor.{name}()")
+
+    @uncompiled
+    def exposed(self, t: torch.Tensor, address: bool) -> None:
+        """Somebody takes the raw memory of `t`, to read or to write it."""
+        self.asked(t, "data_ptr")
+        if self._recipes and storage_id(t) in self._sources:
+            self._make(list(self._recipes), "raw memory")
+
+    @uncompiled
+    def settings_changed(self) -> None:
+        """A numeric setting was set: what is not made yet is made by those of the forward."""
+        now = numeric_flags()
+        if self._recipes and now != self._flags:
+            set_numeric_flags(self._flags)
+            try:
+                self._make(list(self._recipes), "another numeric setting")
+            finally:
+                set_numeric_flags(now)
 
     @contextlib.contextmanager
     def compiled(self) -> Iterator[None]:

@@ -275,6 +275,17 @@ def alone(target: torch.Tensor, ignored: int) -> torch.Tensor:
     return torch.where(target == ignored, target, 0)
 
 
+def around(recipe: Recipe) -> list[Recipe]:
+    """The recipe, and all on which it depends."""
+    found, waiting = dict[int, Recipe](), [recipe]
+    while waiting:
+        each = waiting.pop()
+        if id(each) not in found:
+            found[id(each)] = each
+            waiting += [s.recipe for s in seen_in((*each.args, *each.kwargs.values()))]
+    return list(found.values())
+
+
 class _Tiles:
     """One tile of several recipes. What no op needs any more is freed at once."""
 
@@ -315,9 +326,9 @@ def recipe_for(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], de
     them.
     """
     given = seen_in((*args, *kwargs.values()))
-    if not all(s.is_whole for s in given):
-        return None
     first = given[0].recipe
+    if not all(s.is_whole and (s.recipe.rows, s.recipe.columns) == (first.rows, first.columns) for s in given):
+        return None
     if func is _ATEN._log_softmax.default:
         kind: type[Recipe] | None = LogSoftmax if args[1] in (-1, len(given[0].size) - 1) else None
     elif func is _ATEN._log_softmax_backward_data.default:
@@ -326,7 +337,8 @@ def recipe_for(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], de
     elif func is _ATEN.nll_loss_backward.default:
         kind = LossGradient if may_be_lost(args[1:]) and len(given) == 1 else None
     else:
-        kind = Pointwise if _is_pointwise(func) else None
+        padded = any(isinstance(s.recipe, LossGradient) for s in given)  # its tiles of columns are padded
+        kind = Pointwise if _is_pointwise(func) and not padded else None
     if kind is None:
         return None
     like = func(*(_meta(a) for a in args), **{k: _meta(v) for k, v in kwargs.items() if k != "device"})
@@ -367,6 +379,8 @@ def product_for(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -
     if any(t.dim() != 2 for t in args[-2:]) or (len(args) == 3 and args[0].dim() != 1):
         return None
     x, w = args[-2:]
+    if not x.size(0):
+        return None
     like = torch.empty(x.size(0), w.size(1), dtype=x.dtype, device="meta")
     return Product(func, args, kwargs, x.device, like)
 

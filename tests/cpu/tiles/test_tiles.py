@@ -73,7 +73,7 @@ def test_sizes_that_are_proven_give_the_bits_of_whole_ops_on_other_values(dtype,
             for seed in (1, 2):
                 other = _head(dtype, seed)
                 whole = _run(None, *other, reduction)
-                tiled = _run(_mode(Sizes(rows, columns, frozenset(proof.ops))), *other, reduction)
+                tiled = _run(_mode(Sizes(rows, columns, _ROWS, frozenset(proof.ops))), *other, reduction)
                 assert all(map(torch.equal, whole, tiled))
 
 
@@ -96,7 +96,7 @@ def test_a_proof_drops_sizes_that_give_other_bits(monkeypatch):
 def test_an_op_that_was_not_compared_runs_whole():
     x, w, target = _head()
     whole = _run(None, x, w, target)
-    mode = _mode(Sizes(48, 512, frozenset({"aten::mm", "aten::_log_softmax"})))
+    mode = _mode(Sizes(48, 512, _ROWS, frozenset({"aten::mm", "aten::_log_softmax"})))
     assert all(map(torch.equal, whole, _run(mode, x, w, target)))
     assert mode.outcome.read["aten::nll_loss_forward"] == _ROWS * CLASSES * 4
 
@@ -109,7 +109,7 @@ def test_a_hollow_tensor_looks_like_the_whole_one_and_has_no_bytes():
     def look(logits):
         seen.append((logits.shape, logits.stride(), logits.dtype, logits.device, logits.untyped_storage().nbytes()))
 
-    _run(_mode(Sizes(48, 512, ops)), x, w, target, before_backward=look)
+    _run(_mode(Sizes(48, 512, _ROWS, ops)), x, w, target, before_backward=look)
     _run(None, x, w, target, before_backward=look)
     assert seen[0][:-1] == seen[1][:-1]
     assert seen[0][-1] == 0
@@ -123,13 +123,13 @@ def test_memory_that_is_read_unseen_raises_instead_of_giving_other_numbers():
         with pytest.raises(RuntimeError, match="MemOpt computes this tensor tile by tile"):
             torch.frombuffer(memoryview(logits.detach().numpy()), dtype=torch.float32)  # no run: nobody watches numpy()
 
-    _run(_mode(Sizes(48, 512, ops)), x, w, target, before_backward=read)
+    _run(_mode(Sizes(48, 512, _ROWS, ops)), x, w, target, before_backward=read)
 
 
 def test_recipes_are_freed_with_their_tensors():
     x, w, target = _head()
     ops = frozenset(_proven(x, w, target, (48,), (512,)).ops)
-    mode = _mode(Sizes(48, 512, ops))
+    mode = _mode(Sizes(48, 512, _ROWS, ops))
     _run(mode, x, w, target)
     assert not list(mode._recipes)
 
@@ -246,7 +246,7 @@ def test_the_head_of_a_step_is_found_wherever_the_loss_is():
 def test_options():
     with pytest.raises(ConfigError, match="tile is 'all'"):
         MemOptConfig(tile="all")
-    head = TiledHead(module="head", classes=2048, rows=64, columns=512, unmade_nbytes=1 << 20)
+    head = TiledHead(module="head", classes=2048, tokens=256, rows=64, columns=512, unmade_nbytes=1 << 20)
     assert tiles_text([head]) == (
         "the loss head of head runs in tiles of 64 rows and 512 columns; 1.00 MiB of logits are never whole"
     )
@@ -265,3 +265,73 @@ def test_a_model_is_left_as_it_was():
     compare(test_loops.inside, model)
     assert not model.head._forward_pre_hooks
     assert "_compiled_call_impl" not in vars(model.head)
+
+
+def test_another_number_of_tokens_leaves_the_head_whole():
+    class Picking(LanguageModel):
+        rows = 256
+
+        def forward(self, ids, labels=None):
+            return self.head(self.hidden(ids).flatten(0, 1)[: self.rows]), None
+
+    def picking(model, optimizer, log, run):
+        for step, (ids, labels) in enumerate(batches(9)):
+            model.rows = 256 if step < 6 else 33  # not a part of the batch's shape
+            loss = F.cross_entropy(model(ids)[0], labels.flatten()[: model.rows])
+            loss.backward()
+            log.note(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    torch.manual_seed(1)
+    ran = compare(picking, Picking())
+    assert ran.tiled
+    assert [line for line in ran.why_whole if "256 tokens" in line]
+
+
+def test_a_head_that_owns_no_weight():
+    class Tied(LanguageModel):
+        def forward(self, ids, labels=None):
+            logits = F.linear(self.hidden(ids), self.embedding.weight)
+            return logits, F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1))
+
+    torch.manual_seed(1)
+    model = Tied()
+    del model.head
+    assert compare(test_loops.inside, model).tiled
+
+
+def test_settings_that_change_after_the_proof_leave_the_head_whole():
+    def setting(model, optimizer, log, run):
+        try:
+            for step, (ids, labels) in enumerate(batches(9)):
+                torch.use_deterministic_algorithms(step > 6, warn_only=True)
+                loss = model(ids, labels)[1]
+                loss.backward()
+                log.note(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    ran = compare(setting)
+    assert ran.tiled
+    assert [line for line in ran.why_whole if "numeric settings" in line]
+
+
+def test_methods_of_tensors_are_wrapped_once():
+    def depth():
+        method, wrappers = torch.Tensor.numpy, 0
+        while hasattr(method, "__wrapped__"):
+            method, wrappers = method.__wrapped__, wrappers + 1
+        return wrappers
+
+    most = []
+
+    def counting(model, optimizer, log, run):
+        test_loops.inside(model, optimizer, log, run)
+        most.append(depth())
+
+    compare(counting)
+    assert max(most) <= 1
+    assert depth() == 0
