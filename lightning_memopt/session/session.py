@@ -101,7 +101,7 @@ class Session:
         self.pool = Pooling(config, self.device, self.say)
         if config.pool is not None:
             self._parts.add(self.pool)
-        self._tiling = self._parts.add(Tiling(model, config, self._agreement.alone, self.say))
+        self._tiling = Tiling(model, config, self._agreement.alone, self.say, self._parts)
         self._neighbours = self._parts.add(Neighbours(self.device, self.budget_nbytes))
         self._early: EarlyUpdating | None = None
         self._attachment: Attachment | None = None

@@ -40,7 +40,7 @@ from lightning_memopt.runtime.tiles import Proof, Sizes, TileMode
 from lightning_memopt.session.forward.recording import Recording, in_checkpoint
 from lightning_memopt.session.judge.states import Running
 from lightning_memopt.session.observe.observing import Observing
-from lightning_memopt.session.parts import Part
+from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.solve.foresight import unmodified_peak
 from lightning_memopt.session.solve.solving import Solved
 from lightning_memopt.solvers import planner
@@ -91,10 +91,12 @@ class Tiling(Part):
     mode: the mode of this step; None where no head runs in tiles.
     """
 
-    def __init__(self, model: nn.Module, config: MemOptConfig, alone: bool, say: Say) -> None:
-        """`alone`: no other process trains with this one."""
+    def __init__(self, model: nn.Module, config: MemOptConfig, alone: bool, say: Say, parts: Parts) -> None:
+        """`alone`: no other process trains with this one. `parts`: those of the session; it is one if it is wanted."""
         self._model, self._config, self._alone, self._say = model, config, alone, say
         self._wanted = config.tile != "off"
+        if self._wanted:
+            parts.add(self)
         self._known: dict[object, _Signature] = {}
         self._now = _Signature()
         self._step = contextlib.ExitStack()

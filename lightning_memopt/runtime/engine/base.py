@@ -102,7 +102,7 @@ class Engine:
         """The object that autograd holds instead of `t`, which it saves."""
         recorder = self.recorder
         version = recorder.packs(t) if recorder is not None and not in_transform() else None
-        if version is None or self._is_tiled(t):
+        if version is None or (recorder is not None and recorder.tiles is not None and self._is_tiled(t)):
             return Kept(t, self.about(version))
         save = self.save_of(version)
         if self.keeps(version, t, save):

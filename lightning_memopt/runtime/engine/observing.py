@@ -177,7 +177,8 @@ class ObservingEngine(Engine):
 
     def _starts_from(self, version: Version, t: torch.Tensor) -> None:
         """R4: rebuilds may start from this version, which no call makes."""
-        if version.call is None and version.origin is not _EMPTY and not self._is_tiled(t):
+        tiles = None if self.recorder is None else self.recorder.tiles
+        if version.call is None and version.origin is not _EMPTY and (tiles is None or not tiles.knows(t)):
             version.holding.hold(t)
             version.holding.reachable = True
             self.surplus.holds(version)
