@@ -67,7 +67,9 @@ class Model(nn.Module):
 
     def __init__(self, head: Head, way: str) -> None:
         super().__init__()
-        self.way, self.capped, self.tokens = way, head.capped, head.tokens
+        self.way = way
+        self.capped = head.capped
+        self.tokens = head.tokens
         self.embedding = nn.Embedding(1024, head.width)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(head.width), nn.Linear(head.width, 256), nn.GELU(), nn.Linear(256, head.width))

@@ -48,15 +48,15 @@ def head_of(graph: Graph) -> Op | None:
     """The product of matrices that makes the largest logits of which a loss takes the logarithm of a softmax; None if there is
     none. The loss may be computed by the model, or by the loop.
     """
-    found: list[Op] = []
+    heads: list[Op] = []
     for op in graph.ops:
         if op.name == _SOFTMAX and op.inputs:
             maker = graph.producers.get(op.inputs[0])
             while maker is not None and not maker.heavy and maker.inputs:
                 maker = graph.producers.get(maker.inputs[0])
             if maker is not None and maker.heavy and _alike(graph, maker.outputs[0], op.inputs[0]):
-                found.append(maker)
-    return max(found, key=lambda op: graph.tensors[op.outputs[0]].nbytes, default=None)
+                heads.append(maker)
+    return max(heads, key=lambda op: graph.tensors[op.outputs[0]].nbytes, default=None)
 
 
 def _values(graph: Graph, tensor: int) -> int:

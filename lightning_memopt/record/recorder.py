@@ -161,10 +161,15 @@ class Recorder(Outside):
         if id is None:
             id = self.next_id
             self.next_id += 1
-        version = self.tape.version(id, t, origin)
+        tape, native = self.tape, self.tape.native
+        version: StorageVersion
+        if native is None:
+            version = tape.version(id, t, origin)
+        else:  # without the call of `Tape.version`: this runs for each result of each op
+            version = native.version(id, t, origin, tape.weak_references)
         self.of_storage[version.weak] = version  # the weak reference is the storage's address
         if self.capturing:
-            self.tape.versions[id] = version
+            tape.versions[id] = version
         return version
 
     def version_of(self, t: torch.Tensor) -> StorageVersion:

@@ -93,7 +93,10 @@ class Tiling(Part):
 
     def __init__(self, model: nn.Module, config: MemOptConfig, alone: bool, say: Say, parts: Parts) -> None:
         """`alone`: no other process trains with this one. `parts`: those of the session; it is one if it is wanted."""
-        self._model, self._config, self._alone, self._say = model, config, alone, say
+        self._model = model
+        self._config = config
+        self._alone = alone
+        self._say = say
         self._wanted = config.tile != "off"
         if self._wanted:
             parts.add(self)
@@ -108,8 +111,6 @@ class Tiling(Part):
     # -- moments of a step -------------------------------------------------------------------------
 
     def forward_begins(self, signature: object) -> None:
-        if not self._wanted:
-            return
         self._now = self._known.get(signature, _OTHER)
         if self._now is _OTHER and len(self._known) < _REMEMBERED:
             self._now = self._known[signature] = _Signature()
@@ -125,8 +126,8 @@ class Tiling(Part):
             work = None if head is None else self._work(state, head)
         elif isinstance(state, Observing) and head is not None:
             if self._now.phase == "tiled" and self._now.flags != numeric_flags():
-                self._now.phase, head = "prove", replace(head, rows=head.tokens, columns=head.classes)
-                self._now.head = head
+                self._now.phase = "prove"
+                self._now.head = head = replace(head, rows=head.tokens, columns=head.classes)
             if self._now.phase == "prove":
                 work = _sizes(head)
             elif self._now.phase == "tiled":
@@ -189,7 +190,8 @@ class Tiling(Part):
         if isinstance(mode.work, Proof):
             self._proven(mode, mode.work)
         elif planned and mode.outcome.heads and mode.work.checked:
-            self._given, self._flags = not mode.outcome.wrong, numeric_flags()
+            self._given = not mode.outcome.wrong
+            self._flags = numeric_flags()
             if mode.outcome.wrong:
                 self._tell(_other_bits(mode.outcome.wrong))
         elif planned:
@@ -230,15 +232,19 @@ class Tiling(Part):
         return again
 
     def _look(self, graph: Graph, limit_nbytes: int | None, machine: Machine) -> bool:
-        now, op, why = self._now, head_of(graph), self._why_not()
+        now = self._now
         now.phase = "whole"
         if limit_nbytes is not None and unmodified_peak(graph, machine) <= limit_nbytes:
             return False
+        op = head_of(graph)
         head = None if op is None else _head(graph, op, self._model)
+        why = self._why_not()
         if head is None or why:
             self._tell(why or "no product of matrices was found from which a loss takes the logarithm of a softmax")
             return False
-        now.phase, now.head, now.plain = "prove", head, graph
+        now.phase = "prove"
+        now.head = head
+        now.plain = graph
         return True
 
     def _why_not(self) -> str:
@@ -256,10 +262,15 @@ class Tiling(Part):
             now.phase = "whole"
             self._tell(why)
             return
-        now.phase, now.flags = "tiled", numeric_flags()
-        columns = proof.columns[-1] if proof.by_columns else 0
-        ops, threads = tuple(sorted(proof.ops)), torch.get_num_threads()
-        now.head = replace(now.head, rows=proof.rows[-1], columns=columns, ops=ops, threads=threads)
+        now.phase = "tiled"
+        now.flags = numeric_flags()
+        now.head = replace(
+            now.head,
+            rows=proof.rows[-1],
+            columns=proof.columns[-1] if proof.by_columns else 0,
+            ops=tuple(sorted(proof.ops)),
+            threads=torch.get_num_threads(),
+        )
 
     def _tell(self, why: str) -> None:
         if why not in self._said:
@@ -288,10 +299,10 @@ class Tiling(Part):
             return solve(now.plain)
         tiles = (now.head,)
         self._say(f"MemOpt: {tiles_text(tiles)}. Their bits were compared with those of the whole ops on this machine")
-        found = solve(graph)
+        solved = solve(graph)
         plain_nbytes = unmodified_peak(machine.usual_step(now.plain), machine)
-        frontier = replace(found.frontier, tiles=tiles, unmodified_peak_nbytes=plain_nbytes)
-        return found._replace(frontier=frontier, plan=replace(found.plan, tiles=tiles, unmodified_peak_nbytes=plain_nbytes))
+        frontier = replace(solved.frontier, tiles=tiles, unmodified_peak_nbytes=plain_nbytes)
+        return solved._replace(frontier=frontier, plan=replace(solved.plan, tiles=tiles, unmodified_peak_nbytes=plain_nbytes))
 
     def _pays(self, plain: Graph, tiled: Graph, limit_nbytes: int | None, machine: Machine) -> bool:
         seconds = self._config.solver_seconds

@@ -102,16 +102,13 @@ class Engine:
         """The object that autograd holds instead of `t`, which it saves."""
         recorder = self.recorder
         version = recorder.packs(t) if recorder is not None and not in_transform() else None
-        if version is None or (recorder is not None and recorder.tiles is not None and self._is_tiled(t)):
+        tiles = None if recorder is None else recorder.tiles
+        if version is None or (tiles is not None and tiles.knows(t)):
             return Kept(t, self.about(version))
         save = self.save_of(version)
         if self.keeps(version, t, save):
             return Kept(t, self.about(version))
         return self.handle(t, save, version)
-
-    def _is_tiled(self, t: torch.Tensor) -> bool:
-        """Whether `t` is made in tiles (runtime/tiles): it is not held, and no rebuild starts from it."""
-        return self.recorder is not None and self.recorder.tiles is not None and self.recorder.tiles.knows(t)
 
     def handle(self, t: torch.Tensor, save: int, version: Version) -> Handle:
         """The object that autograd holds instead of `t`, which is on the version."""

@@ -141,7 +141,9 @@ class TileMode(Outside):
     def __init__(self, classes: int, work: Sizes | Proof, notes: bool) -> None:
         """`notes`: the gradient of the classes' vectors will be asked for."""
         super().__init__()
-        self._classes, self.work, self._notes = classes, work, notes
+        self._classes = classes
+        self.work = work
+        self._notes = notes
         self.inside = self.took = False
         self._flags = numeric_flags()
         self.outcome = Outcome()

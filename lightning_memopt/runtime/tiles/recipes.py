@@ -110,7 +110,11 @@ class Recipe:
     __slots__ = ("__weakref__", "address", "args", "columns", "device", "func", "kwargs", "like", "rows")
 
     def __init__(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device, like: Any) -> None:
-        self.func, self.args, self.kwargs, self.device, self.like = func, tuple(args), kwargs, device, like
+        self.func = func
+        self.args = tuple(args)
+        self.kwargs = kwargs
+        self.device = device
+        self.like = like
         self.columns = int(like.size(-1))
         self.rows = like.numel() // max(1, self.columns)
         self.address: int | None = None

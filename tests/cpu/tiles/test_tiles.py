@@ -60,6 +60,17 @@ def _proven(x, w, target, rows, columns, reduction="mean"):
     return proof
 
 
+def _saving(path):
+    """A loop that writes its run's plan to a file."""
+
+    def saving(model, optimizer, log, run):
+        test_loops.inside(model, optimizer, log, run)
+        if run() is not None:
+            run().save_plan(path)
+
+    return saving
+
+
 @pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64))
 def test_sizes_that_are_proven_give_the_bits_of_whole_ops_on_other_values(dtype, reduction):
@@ -162,12 +173,7 @@ def test_a_budget_that_the_step_keeps_as_it_is_needs_no_tiles():
 def test_a_plan_in_a_file_runs_in_tiles_after_it_has_been_proven_here(tmp_path):
     path = str(tmp_path / "plan.json")
 
-    def saving(model, optimizer, log, run):
-        test_loops.inside(model, optimizer, log, run)
-        if run() is not None:
-            run().save_plan(path)
-
-    tiles = compare(saving).status.plan.tiles
+    tiles = compare(_saving(path)).status.plan.tiles
     again = compare(test_loops.inside, plan=path)
     assert again.status.plan.tiles == tiles
 
@@ -175,12 +181,7 @@ def test_a_plan_in_a_file_runs_in_tiles_after_it_has_been_proven_here(tmp_path):
 def test_a_file_with_wrong_tiles_is_refused(tmp_path):
     path = str(tmp_path / "plan.json")
 
-    def saving(model, optimizer, log, run):
-        test_loops.inside(model, optimizer, log, run)
-        if run() is not None:
-            run().save_plan(path)
-
-    compare(saving)
+    compare(_saving(path))
     content = json.loads((tmp_path / "plan.json").read_text())
     plan, graph = plan_from_json(content)
     assert plan_from_json(json.loads(json.dumps(plan_to_json(plan, graph))))[0] == plan
