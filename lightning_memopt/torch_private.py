@@ -51,6 +51,7 @@ tensor_use_count: Callable[[torch.Tensor], int] = _named("torch:Tensor._use_coun
 storage_address: Callable[[torch.UntypedStorage], int] = _named("torch:_C.StorageBase.data_ptr")  # tells no listener
 storage_of_weak: Callable[[int], Any] = _named("torch:UntypedStorage._new_with_weak_ptr")  # the storage, while it lives
 free_weak: Callable[[int], None] = _named("torch:UntypedStorage._free_weak_ref")  # ends a weak reference
+weak_expired: Callable[[int], bool] = _named("torch:UntypedStorage._expired")  # whether a storage is freed
 conjugate: Callable[[torch.Tensor], torch.Tensor] = _named("torch:_conj")  # a saved view that is conjugate, made again
 negative: Callable[[torch.Tensor], torch.Tensor] = _named("torch:_neg_view")  # a saved view that is negative, made again
 

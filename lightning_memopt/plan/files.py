@@ -39,7 +39,7 @@ _PREDICTED = (
 )
 _LIFE = ("tensor", "born_at", "freed_at", "how", "forms", "form", "parked_nbytes")
 _REGION = ("key", "calls", "flops", "extra_flops", "rebuilt_ops", "saved_nbytes", "peak_nbytes", "lives")
-_TILES = ("module", "classes", "tokens", "rows", "columns", "unmade_nbytes", "threads", "ops")
+_TILES = ("module", "classes", "tokens", "rows", "columns", "unmade_nbytes", "threads", "ops", "assembled", "rounded")
 _ADDRESSES = ("nbytes", "offsets", "until", "arena_nbytes", "max_live_nbytes", "needed_nbytes")
 _OLD_NAMES: dict[int, dict[str, str]] = {
     6: {},
@@ -244,8 +244,11 @@ def _region_lives(region: Fields) -> tuple[Life, ...]:
 def _tiles(fields: Fields) -> Iterator[TiledHead]:
     for i, each in enumerate(fields.objects("tiles")):
         head = Fields(each, f"plan.tiles[{i}]", _TILES)
-        sizes = {key: head.integer(key, 1 if key in ("classes", "tokens", "rows") else 0) for key in _TILES[1:-1]}
-        yield TiledHead(module=head.string("module"), ops=tuple(head.strings("ops")), **sizes)
+        sizes: dict[str, Any] = {
+            key: head.integer(key, 1 if key in ("classes", "tokens", "rows") else 0) for key in _TILES[1:-3]
+        }
+        names: dict[str, Any] = {key: tuple(head.strings(key)) for key in _TILES[-3:]}
+        yield TiledHead(module=head.string("module"), **sizes, **names)
 
 
 def _addresses(fields: Fields) -> Addresses:

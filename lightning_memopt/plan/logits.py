@@ -54,9 +54,13 @@ def head_of(graph: Graph) -> Op | None:
             maker = graph.producers.get(op.inputs[0])
             while maker is not None and not maker.heavy and maker.inputs:
                 maker = graph.producers.get(maker.inputs[0])
-            if maker is not None and maker.heavy and _alike(graph, maker.outputs[0], op.inputs[0]):
+            if maker is not None and maker.heavy and _classes(graph, maker.outputs[0]) == _classes(graph, op.inputs[0]):
                 heads.append(maker)
     return max(heads, key=lambda op: graph.tensors[op.outputs[0]].nbytes, default=None)
+
+
+def _classes(graph: Graph, tensor: int) -> int:
+    return graph.tensors[tensor].size[-1] if graph.tensors[tensor].size else 0
 
 
 def _values(graph: Graph, tensor: int) -> int:

@@ -130,6 +130,8 @@ class TiledHead:
     columns: how many columns a tile of columns has, for the gradient of the weight; 0 if the weight is frozen.
     unmade_nbytes: bytes of the largest tensor that is never whole.
     ops: names of the ops that run in tiles. An op that was not seen when tiles were compared with whole ops runs whole.
+    assembled: names of the ops that read whole tensors, which are assembled from tiles of rows.
+    rounded: names of the ops whose tiles differ from the whole ops by rounding (`tile="rounding"`).
     threads: the number of threads with which they were compared: with another one, bits may differ.
     """
 
@@ -140,6 +142,8 @@ class TiledHead:
     columns: int
     unmade_nbytes: int
     ops: tuple[str, ...] = ()
+    assembled: tuple[str, ...] = ()
+    rounded: tuple[str, ...] = ()
     threads: int = 0
 
 
@@ -231,10 +235,12 @@ def tiles_text(tiles: Sequence[TiledHead]) -> str:
     for head in tiles:
         by_columns = f" and {head.columns:,} columns" if head.columns else ""
         name = head.module or "the model"
-        texts.append(
-            f"the loss head of {name} runs in tiles of {head.rows:,} rows{by_columns}; {format_nbytes(head.unmade_nbytes)} of "
-            "logits are never whole"
-        )
+        text = f"the loss head of {name} runs in tiles of {head.rows:,} rows{by_columns}; "
+        if head.assembled:
+            text += f"for {', '.join(head.assembled)}, {format_nbytes(head.unmade_nbytes)} are whole at a time"
+        else:
+            text += f"{format_nbytes(head.unmade_nbytes)} of logits are never whole"
+        texts.append(f"{text}; {', '.join(head.rounded)} differ by rounding" if head.rounded else text)
     return "; ".join(texts)
 
 

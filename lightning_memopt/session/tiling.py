@@ -36,7 +36,7 @@ from lightning_memopt.record import (
     uncompiled,
     watching,
 )
-from lightning_memopt.runtime.tiles import Proof, Sizes, TileMode
+from lightning_memopt.runtime.tiles import HELD, Proof, Sizes, TileMode
 from lightning_memopt.session.forward.recording import Recording, in_checkpoint
 from lightning_memopt.session.judge.states import Running
 from lightning_memopt.session.observe.observing import Observing
@@ -53,8 +53,6 @@ _VECTOR, _STEP = 16, 64
 """Numbers of rows and columns of a tile are multiples of the first, or of the second where tiles are not equally large: kernels
 work on blocks of so many.
 """
-_EXITS = 2
-"""A loss, and at least one gradient."""
 _REMEMBERED = 16
 """Maximum number of signatures whose steps may run in tiles: each has a graph."""
 _UNKNOWN_NBYTES = 1 << 62
@@ -129,7 +127,7 @@ class Tiling(Part):
                 self._now.phase = "prove"
                 self._now.head = head = replace(head, rows=head.tokens, columns=head.classes)
             if self._now.phase == "prove":
-                work = _sizes(head)
+                work = _sizes(head, self._config.tile == "rounding")
             elif self._now.phase == "tiled":
                 work = _proven(head)
         if head is None or work is None or self._why_not():
@@ -188,7 +186,7 @@ class Tiling(Part):
         if mode.outcome.tokens and isinstance(mode.work, Sizes):
             self._tell(f"they were compared for {mode.work.tokens:,} tokens, and some steps have others")
         if isinstance(mode.work, Proof):
-            self._proven(mode, mode.work)
+            self._proven(mode.work)
         elif planned and mode.outcome.heads and mode.work.checked:
             self._given = not mode.outcome.wrong
             self._flags = numeric_flags()
@@ -254,21 +252,24 @@ class Tiling(Part):
             return "the native engine is not there"
         return "" if loaded().can_be_hollow() else "they need a newer torch"
 
-    def _proven(self, mode: TileMode, proof: Proof) -> None:
+    def _proven(self, proof: Proof) -> None:
         """A step has compared tiles of some sizes."""
-        now, why = self._now, _why_wrong(mode, proof)
+        now = self._now
         now.proved = True
-        if why or now.head is None:
+        sizes = proof.result(0 if now.head is None else now.head.tokens) if proof.found else None
+        if sizes is None or now.head is None:
             now.phase = "whole"
-            self._tell(why)
+            self._tell(_other_bits(proof.wrong) if proof.wrong else "no loss reads the logits in a way that can run on tiles")
             return
         now.phase = "tiled"
         now.flags = numeric_flags()
         now.head = replace(
             now.head,
-            rows=proof.rows[-1],
-            columns=proof.columns[-1] if proof.by_columns else 0,
-            ops=tuple(sorted(proof.ops)),
+            rows=sizes.rows,
+            columns=sizes.columns,
+            ops=tuple(sorted(sizes.ops)),
+            assembled=tuple(sorted(sizes.assembled)),
+            rounded=tuple(sorted(sizes.rounded)),
             threads=torch.get_num_threads(),
         )
 
@@ -281,7 +282,8 @@ class Tiling(Part):
         for reader, nbytes in mode.outcome.read.items():
             if reader not in self._said:
                 self._said.add(reader)
-                what = f"{reader} read logits" if reader else "the loop still held logits when weights changed"
+                held = reader == HELD
+                what = "the loop still held logits when weights changed" if held else f"{reader} read logits"
                 self._say(f"MemOpt: {what}, which are made in tiles: {format_nbytes(nbytes)} were made whole")
 
     # -- the plan ----------------------------------------------------------------------------------
@@ -330,35 +332,23 @@ def _head(graph: Graph, op: Op, model: nn.Module) -> TiledHead | None:
     return TiledHead(module=path, classes=classes, tokens=rows, rows=rows, columns=classes, unmade_nbytes=product.nbytes)
 
 
-def _why_wrong(mode: TileMode, proof: Proof) -> str:
-    """Why a head must stay whole, by a step that proves tiles; "" if it need not."""
-    others = next(iter(mode.outcome.read), None)
-    if others is not None:
-        return f"{others} reads the logits, and cannot run on tiles"
-    if proof.exits < _EXITS:
-        return "no loss reads the logits in a way that can run on tiles, in a forward and its backward"
-    if not proof.rows or (proof.by_columns and not proof.columns):
-        return _other_bits(proof.wrong)
-    return ""
-
-
 def _other_bits(op: str) -> str:
     return f"tiles give other bits than the whole op on this machine ({op})"
 
 
-def _sizes(head: TiledHead) -> Proof:
-    """The sizes that are tried. `head`: with all rows and columns."""
+def _sizes(head: TiledHead, rounding: bool) -> Proof:
+    """The sizes that are tried, from large to small. `head`: with all rows and columns."""
 
-    def parts(n: int) -> list[int]:
+    def parts(n: int) -> tuple[int, ...]:
         even = {n // part for part in _PARTS if n % (part * _VECTOR) == 0}  # the last tile is as large as the others
         sizes = even or {-(-n // (part * _STEP)) * _STEP for part in _PARTS}
-        return sorted((size for size in sizes if size < n), reverse=True)
+        return tuple(sorted((size for size in sizes if size < n), reverse=True))
 
-    return Proof(parts(head.rows), parts(head.columns))
+    return Proof(parts(head.rows), parts(head.columns), rounding)
 
 
 def _proven(head: TiledHead) -> Sizes:
-    return Sizes(head.rows, head.columns, head.tokens, frozenset(head.ops))
+    return Sizes(head.rows, head.columns, head.tokens, frozenset(head.ops), frozenset(head.assembled), frozenset(head.rounded))
 
 
 def _no_hook(t: torch.Tensor) -> torch.Tensor:

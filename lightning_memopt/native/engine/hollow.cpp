@@ -51,6 +51,12 @@ void disown(void* recipe) {
   PyErr_Restore(type, value, trace);
 }
 
+// The storage owns this recipe from now on, and no other one.
+void own(c10::StorageImpl& storage, PyObject* recipe) {
+  py::setattr(recipe, kAddress, py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(&storage)));
+  storage.set_data_ptr_noswap(at::DataPtr(nullptr, Py_NewRef(recipe), &disown, storage.device()));
+}
+
 // The recipe that a storage owns; null if there is none. Borrowed.
 PyObject* recipe_in(c10::StorageImpl* storage) {
   if (storage == nullptr || storage->nbytes() != 0) return nullptr;
@@ -74,8 +80,7 @@ PyObject* hollow(PyObject*, PyObject* const* args, Py_ssize_t n) {
   at::Tensor made = at::empty({0}, at::TensorOptions().dtype(like.dtype()).device(device));
   made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides());
   c10::StorageImpl* const storage = storage_of(made);
-  py::setattr(args[3], kAddress, py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(storage)));
-  storage->set_data_ptr_noswap(at::DataPtr(nullptr, Py_NewRef(args[3]), &disown, made.device()));
+  own(*storage, args[3]);
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(std::move(message));
   return wrapped(made).release().ptr();
   END_HANDLE_TH_ERRORS
@@ -98,6 +103,16 @@ PyObject* recipe(PyObject*, PyObject* t) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* set_recipe(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  HANDLE_TH_ERRORS
+  if (n != 2) throw py::type_error("set_recipe(hollow, recipe)");
+  c10::StorageImpl* const storage = storage_of(tensor_at(args, 0));
+  if (recipe_in(storage) == nullptr) throw py::value_error("no hollow tensor");
+  own(*storage, args[1]);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 PyObject* fill(PyObject*, PyObject* const* args, Py_ssize_t n) {
   HANDLE_TH_ERRORS
   if (n != 2) throw py::type_error("fill(recipe, value)");
@@ -110,7 +125,7 @@ PyObject* fill(PyObject*, PyObject* const* args, Py_ssize_t n) {
   to->set_data_ptr_noswap(from->set_data_ptr(at::DataPtr(nullptr, from->device())));  // disowns the recipe
   to->set_nbytes(nbytes);
   from->set_nbytes(0);
-  Py_RETURN_NONE;
+  return PyLong_FromVoidPtr(c10::raw::intrusive_ptr::make_weak(to));
   END_HANDLE_TH_ERRORS
 }
 

@@ -21,7 +21,11 @@ PyObject* hollow_view(PyObject*, PyObject* const* args, Py_ssize_t n);
 // recipe(t): the recipe of the storage of `t`; None if it has none.
 PyObject* recipe(PyObject*, PyObject* t);
 
+// set_recipe(hollow, recipe): the storage of a hollow tensor owns this recipe instead of its own.
+PyObject* set_recipe(PyObject*, PyObject* const* args, Py_ssize_t n);
+
 // fill(recipe, value): the storage at the recipe's address gets the bytes of the storage of `value`, which has none afterwards.
+// Returns a weak reference to the storage, as UntypedStorage._weak_ref() does.
 PyObject* fill(PyObject*, PyObject* const* args, Py_ssize_t n);
 
 }  // namespace memopt

@@ -234,6 +234,7 @@ PyMethodDef methods[] = {
     {"can_be_hollow", can_be_hollow, METH_NOARGS, nullptr},
     {"hollow", fast(hollow), METH_FASTCALL, nullptr},
     {"recipe", recipe, METH_O, nullptr},
+    {"set_recipe", fast(set_recipe), METH_FASTCALL, nullptr},
     {"hollow_view", fast(hollow_view), METH_FASTCALL, nullptr},
     {"fill", fast(fill), METH_FASTCALL, nullptr},
     {"untrack", untrack, METH_O, nullptr},

@@ -63,9 +63,15 @@ def view_of(t: torch.Tensor, func: OpOverload, args: tuple, kwargs: dict) -> tor
     return view
 
 
-def fill(recipe: Recipe) -> int:
-    """Make the bytes of a recipe's hollow tensor, where that still exists. Returns how many were made. Call below autograd."""
-    if recipe.address is None:
-        return 0
-    loaded().fill(recipe, recipe.whole())
-    return int(recipe.like.nbytes)
+def set_recipe(t: torch.Tensor, recipe: Recipe) -> None:
+    """The hollow tensor `t` has the result of this recipe from now on."""
+    loaded().set_recipe(t, recipe)
+
+
+def fill(recipe: Recipe, value: torch.Tensor) -> int:
+    """The hollow tensor of a recipe gets the bytes of `value`. Returns a weak reference to its storage, which the caller frees.
+
+    Call below autograd.
+    """
+    reference: int = loaded().fill(recipe, value)
+    return reference

@@ -6,9 +6,14 @@ last, so recorders and modes of the user see the same ops as without tiles.
     op                                            what the mode does
     the head's product                            gives a hollow tensor (hollow.py) with a recipe
     reads hollow tensors, has a recipe            the same
+    writes to a hollow tensor, has a recipe       gives the tensor another recipe
     is a view of a hollow tensor                  gives a hollow view
     is an exit (exits.py)                         runs in tiles
-    reads hollow tensors otherwise                makes their bytes first, and says so once
+    was seen to read hollow tensors in the proof  makes their bytes first, from tiles
+    reads hollow tensors otherwise                makes their bytes first, by whole ops, and says so once
+
+What is made of a tensor that has got its bytes is still made in tiles: its recipe is known as long as the bytes are there and
+nobody has written to them.
 
 To *prove* tiles, all ops run as they are. Their results get recipes, and at each exit the tiles are compared with the result,
 bit by bit.
@@ -18,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,83 +35,12 @@ from lightning_memopt.record.modes import Outside
 from lightning_memopt.record.rules import rule_of_call, written_by
 from lightning_memopt.record.tensors import tensors_in
 from lightning_memopt.record.uncompiled import uncompiled
-from lightning_memopt.runtime.tiles.exits import Loss, Product, exit_for, spans
-from lightning_memopt.runtime.tiles.hollow import fill, hollow, recipe_of, view_of
-from lightning_memopt.runtime.tiles.recipes import Recipe, device_in, product_for, recipe_for, run_whole, seen
-from lightning_memopt.torch_private import OpOverload, free_weak, storage_id
-
-
-@dataclass
-class Proof:
-    """Which sizes of tiles give the bits of the whole ops.
-
-    rows, columns: the sizes that have done so at every exit so far.
-    ops: names of the ops that ran in tiles.
-    exits: how many exits have been compared.
-    by_columns: whether any of them ran in tiles of columns.
-    wrong: the op at which the last size failed, for the message.
-    """
-
-    rows: list[int]
-    columns: list[int]
-    ops: set[str] = field(default_factory=set)
-    exits: int = 0
-    by_columns: bool = False
-    wrong: str = ""
-
-    def compare(self, exit: Loss | Product, func: OpOverload, result: Any) -> None:
-        """An exit has run as it is, and gave `result`: run it in tiles of each size, and drop sizes that give other bits."""
-        self.exits += 1
-        self.by_columns = self.by_columns or exit.columns
-        sizes = self.columns if exit.columns else self.rows
-        for size in list(sizes):
-            try:
-                same = _gives(exit, size, result)
-            except Exception:  # of a combination of ops that the rules do not foresee: it never runs in tiles
-                same = False
-            if not same:
-                sizes.remove(size)
-                self.wrong = func._name
-
-
-def _gives(exit: Loss | Product, size: int, result: Any) -> bool:
-    if isinstance(exit, Loss):
-        return all(map(_equal, exit.run(size, notes=True), result))
-    exit.note()
-    for span in spans(exit.n, size, exit.columns):
-        whole = result[span.first : span.end]
-        part = torch.empty_like(whole)
-        exit.into(part, span)
-        if not _equal(part, whole):
-            return False
-    return True
-
-
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same bits."""
-    words = _WORDS[a.dtype.itemsize]
-    return torch.equal(a.contiguous().view(words), b.contiguous().view(words))
-
-
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Size of an entry -> integers of that size."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Tiles that were proven.
-
-    rows, columns: the size of tiles of rows, and of columns.
-    tokens: the number of rows of the logits. With another one, the head is whole.
-    ops: names of the ops that may run in tiles.
-    checked: each exit also runs whole, and its bits are compared: tiles were proven on another machine.
-    """
-
-    rows: int
-    columns: int
-    tokens: int
-    ops: frozenset[str]
-    checked: bool = False
+from lightning_memopt.runtime.tiles.exits import Exit, exit_for
+from lightning_memopt.runtime.tiles.hollow import fill, hollow, recipe_of, set_recipe, view_of
+from lightning_memopt.runtime.tiles.proof import HELD, Proof, Sizes, equal
+from lightning_memopt.runtime.tiles.recipes import Recipe, seen, seen_in
+from lightning_memopt.runtime.tiles.rules import device_in, name_of, product_for, recipe_for, zeros_for
+from lightning_memopt.torch_private import OpOverload, free_weak, storage_id, storage_of_weak, weak_expired
 
 
 @dataclass
@@ -127,12 +61,58 @@ class Outcome:
     tokens: int = 0
 
 
+class _Known:
+    """Recipes of storages that have bytes, as long as these live."""
+
+    def __init__(self) -> None:
+        self._recipes: dict[int, tuple[Recipe, int]] = {}  # with a weak reference, so that the address is not used again
+
+    def __bool__(self) -> bool:
+        return bool(self._recipes)
+
+    def add(self, storage: int, reference: int, recipe: Recipe) -> None:
+        """A storage has the result of the recipe. `reference`: a weak reference to it, which is freed here."""
+        self._free(storage)
+        self._recipes[storage] = (recipe, reference)
+
+    def get(self, t: torch.Tensor) -> Recipe | None:
+        """The recipe of the storage of `t`."""
+        found = self._recipes.get(storage_id(t))
+        return None if found is None else found[0]
+
+    def drop(self, t: torch.Tensor) -> None:
+        """The storage of `t` has other bytes."""
+        self._free(storage_id(t))
+
+    def purge(self) -> None:
+        """Forget storages that are freed, and what their recipes hold."""
+        for storage, (_, reference) in list(self._recipes.items()):
+            if weak_expired(reference):
+                self._free(storage)
+
+    def alive(self) -> Iterator[tuple[Recipe, torch.Tensor]]:
+        """The recipes whose storages are not freed, each with its result as the op gave it."""
+        for recipe, reference in list(self._recipes.values()):
+            storage = storage_of_weak(reference)
+            if storage is not None:
+                empty = torch.empty(0, dtype=recipe.like.dtype, device=recipe.device)
+                yield recipe, empty.set_(storage, 0, recipe.like.size(), recipe.like.stride())
+
+    def clear(self) -> None:
+        for storage in list(self._recipes):
+            self._free(storage)
+
+    def _free(self, storage: int) -> None:
+        if storage in self._recipes:
+            free_weak(self._recipes.pop(storage)[1])
+
+
 class TileMode(Outside):
     """Runs a loss head in tiles of some `sizes`, or proves that tiles give its bits.
 
     work: the sizes, or the proof.
     inside: whether the module of the head runs, so that the next product with `classes` columns is the head's.
-    took: whether the last op made or read a hollow tensor: it must not run again by itself.
+    took: whether the last op made or read a tensor with a recipe: it must not run again by itself.
     outcome: what this step has come to so far.
     """
 
@@ -147,13 +127,13 @@ class TileMode(Outside):
         self.inside = self.took = False
         self._flags = numeric_flags()
         self.outcome = Outcome()
+        self._rows = set[int]()
+        """The numbers of rows of what has recipes."""
         self._sources: set[int] = set()
         """Storages of the tensors that recipes read."""
         self._recipes: weakref.WeakSet[Recipe] = weakref.WeakSet()
-        self._proven: dict[int, Recipe] = {}
-        """In a proof, storage -> the recipe of its bytes."""
-        self._weak: list[int] = []
-        """Weak references to these storages, so that their addresses are not used again."""
+        """Those of hollow tensors."""
+        self._known = _Known()
 
     @uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -161,48 +141,67 @@ class TileMode(Outside):
         named = kwargs or {}
         if not isinstance(func, OpOverload):
             return func(*args, **named)
+        if self._known:
+            self._known.purge()
         read = [t for t in tensors_in((*args, *named.values())) if self.recipe_of(t) is not None]
-        if self._recipes and func._schema.is_mutable:
+        if self._sources and func._schema.is_mutable:
             self._writes(func, args, named)
         if not read:
-            return self._product(func, args, named) if self.inside else func(*args, **named)
+            return self._begins(func, args, named)
         if isinstance(self.work, Proof):
             return self._prove(self.work, func, args, named)
         self.took = True
-        return self._defer(self.work, func, args, named, read)
+        return self._defer(self.work, func, args, named)
 
-    def _product(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
+    # -- ops that read nothing with a recipe -------------------------------------------------------
+
+    def _begins(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
+        recipe: Recipe | None = None
+        if self._rows:
+            recipe = zeros_for(func, args, kwargs, self._rows, self._classes)
+        if recipe is None and self.inside:
+            recipe = self._product(func, args, kwargs)
+        if recipe is None or not self._may(func):
+            return func(*args, **kwargs)
+        self.took = isinstance(self.work, Sizes)
+        return self._made(recipe, func, args, kwargs)
+
+    def _product(self, func: OpOverload, args: tuple, kwargs: dict) -> Recipe | None:
         recipe = product_for(func, args, kwargs) if all(map(is_plain, tensors_in(args))) else None
         if recipe is None or recipe.columns != self._classes:
-            return func(*args, **kwargs)
+            return None
         if isinstance(self.work, Sizes) and recipe.rows != self.work.tokens:
             self.outcome.tokens = recipe.rows
-            return func(*args, **kwargs)
+            return None
         self.outcome.heads += 1
-        if isinstance(self.work, Proof):
-            self.work.ops.add(func._name)
-            return self._attached(func(*args, **kwargs), recipe)
-        self.took = True
-        return self._hollow(recipe)
+        return recipe
 
-    def _hollow(self, recipe: Recipe) -> torch.Tensor:
-        self._recipes.add(recipe)
-        self._sources.update(storage_id(t) for t in recipe.tensors)
-        self.outcome.unmade_nbytes = max(self.outcome.unmade_nbytes, recipe.like.nbytes)
+    def _may(self, func: OpOverload) -> bool:
+        """Whether an op may run in tiles: in a proof, all may."""
+        return isinstance(self.work, Proof) or name_of(func) in self.work.ops
+
+    def _made(self, recipe: Recipe, func: OpOverload, args: tuple, kwargs: dict) -> torch.Tensor:
+        """The result of an op that has a recipe."""
+        self._rows.add(recipe.rows)
+        self._follow(recipe)
+        if isinstance(self.work, Proof):
+            self.work.ops.add(name_of(func))
+            result: torch.Tensor = func(*args, **kwargs)
+            self._knows(result, recipe)
+            return result
         return hollow(recipe)
 
-    def _leaves(self, sizes: Sizes, exit: Loss | Product, func: OpOverload, args: Sequence[Any]) -> Any:
-        """The result of an exit."""
-        if isinstance(exit, Loss):
-            result = exit.run(sizes.rows, self._notes)
-        else:
-            result = exit.run(sizes.columns if exit.columns else sizes.rows)
-        if not sizes.checked:
-            return result
-        whole = run_whole(func, args, {})
-        if not all(map(_equal, tensors_in(result), tensors_in(whole))):
-            self.outcome.wrong = func._name
-        return whole
+    def _knows(self, t: torch.Tensor, recipe: Recipe) -> None:
+        reference: int = t.untyped_storage()._weak_ref()  # type: ignore[assignment]
+        self._known.add(storage_id(t), reference, recipe)
+
+    def _follow(self, recipe: Recipe) -> None:
+        if isinstance(self.work, Sizes):
+            self._recipes.add(recipe)
+        self._sources.update(storage_id(t) for t in recipe.tensors)
+        self.outcome.unmade_nbytes = max(self.outcome.unmade_nbytes, recipe.like.nbytes)
+
+    # -- ops that do -------------------------------------------------------------------------------
 
     def knows(self, t: torch.Tensor) -> bool:
         """See `record.protocols.Tiles`."""
@@ -210,48 +209,79 @@ class TileMode(Outside):
 
     def recipe_of(self, t: torch.Tensor) -> Recipe | None:
         """The recipe of a tensor's bytes; None if it has none."""
-        if isinstance(self.work, Proof):
-            return self._proven.get(storage_id(t)) if is_plain(t) else None
-        return recipe_of(t)
-
-    def _attached(self, t: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-        """`t`, which has the result of the recipe."""
-        reference: int = t.untyped_storage()._weak_ref()  # type: ignore[assignment]
-        self._weak.append(reference)
-        self._proven[storage_id(t)] = recipe
-        return t
+        found: Recipe | None = None
+        if isinstance(self.work, Sizes):
+            found = recipe_of(t)
+        if found is None and self._known and is_plain(t):
+            found = self._known.get(t)
+        return found
 
     def _prove(self, proof: Proof, func: OpOverload, args: tuple, kwargs: dict) -> Any:
-        result = func(*args, **kwargs)
         known, named = self._seen(args, kwargs)
-        exit = exit_for(func, known)
+        exit = None if named else exit_for(func, known)
+        recipe = None
+        if exit is None and not _is_view(func):
+            recipe = recipe_for(func, known, named, device_in((*known, *named.values())))
+        if recipe is not None and not func._schema.is_mutable:
+            return self._made(recipe, func, args, kwargs)
+        if recipe is None and exit is None and not _is_view(func):
+            for of, t in zip(seen_in((*known, *named.values())), self._with_recipes(args, kwargs), strict=True):
+                proof.read(of, t, func._name)
+        result = func(*args, **kwargs)
         if exit is not None:
-            proof.ops.add(func._name)
-            proof.compare(exit, func, result)
-        elif isinstance(result, torch.Tensor) and is_plain(result) and self.recipe_of(result) is None:  # not a view
-            recipe = recipe_for(func, known, named, result.device)
+            proof.compare(exit, args[0], result)
+        if func._schema.is_mutable:
+            for t in written_by(func, rule_of_call(func, args, kwargs), args, kwargs):
+                self._known.drop(t)
             if recipe is not None:
-                proof.ops.add(func._name)
-                self._attached(result, recipe)
-            else:
-                self.outcome.read.setdefault(func._name, 0)
+                self._follow(recipe)
+                proof.ops.add(name_of(func))
+                self._knows(args[0], recipe)
         return result
 
-    def _defer(self, sizes: Sizes, func: OpOverload, args: tuple, kwargs: dict, read: Sequence[torch.Tensor]) -> Any:
-        if func.is_view or func._name == "aten::_unsafe_view":
-            view = view_of(args[0], func, args, kwargs) if args and args[0] is read[0] else None
+    def _with_recipes(self, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+        return [t for t in tensors_in((*args, *kwargs.values())) if self.recipe_of(t) is not None]
+
+    def _defer(self, sizes: Sizes, func: OpOverload, args: tuple, kwargs: dict) -> Any:
+        key = func._name
+        if _is_view(func):
+            view = view_of(args[0], func, args, kwargs) if args and recipe_of(args[0]) is not None else None
             if view is not None:
                 return view
-        elif func._name in sizes.ops:
+        else:
             known, named = self._seen(args, kwargs)
-            exit = exit_for(func, known)
+            exit = None if named else exit_for(func, known)
             if exit is not None:
-                return self._leaves(sizes, exit, func, known)
-            recipe = recipe_for(func, known, named, device_in((*known, *named.values())))
-            if recipe is not None:
-                return self._hollow(recipe)
-        self._make([r for t in read if (r := recipe_of(t)) is not None], func._name)
-        return func(*args, **kwargs)
+                key = exit.key
+                if key in sizes.ops:
+                    return self._leaves(sizes, exit)
+            elif self._may(func):
+                recipe = recipe_for(func, known, named, device_in((*known, *named.values())))
+                if recipe is not None and not func._schema.is_mutable:
+                    return self._made(recipe, func, args, kwargs)
+                if recipe is not None and recipe_of(args[0]) is not None:
+                    self._follow(recipe)
+                    set_recipe(args[0], recipe)
+                    return args[0]
+        self._make([r for t in self._with_recipes(args, kwargs) if (r := recipe_of(t)) is not None], key)
+        result = func(*args, **kwargs)
+        if self._known and func._schema.is_mutable:
+            for t in written_by(func, rule_of_call(func, args, kwargs), args, kwargs):
+                self._known.drop(t)
+        return result
+
+    def _leaves(self, sizes: Sizes, exit: Exit) -> Any:
+        """The result of an exit."""
+        result = exit.run(sizes.columns if exit.columns else sizes.rows, self._notes and bool(sizes.columns))
+        if not sizes.checked:
+            return result
+        whole = exit.whole()
+        self._check(tensors_in(result), tensors_in(whole), exit.key)
+        return whole
+
+    def _check(self, tiled: Iterable[torch.Tensor], whole: Iterable[torch.Tensor], key: str) -> None:
+        if not all(map(equal, tiled, whole)):
+            self.outcome.wrong = key
 
     def _seen(self, args: tuple, kwargs: dict) -> tuple[list[Any], dict[str, Any]]:
         return [seen(a, self.recipe_of) for a in args], {k: seen(v, self.recipe_of) for k, v in kwargs.items()}
@@ -260,15 +290,40 @@ class TileMode(Outside):
         """An op is about to write. If recipes read what it writes, they are made first."""
         written = written_by(func, rule_of_call(func, args, kwargs), args, kwargs)
         if not self._sources.isdisjoint(map(storage_id, written)):
-            self._make(list(self._recipes), func._name)
+            self._make_all(func._name)
 
     def _make(self, recipes: Sequence[Recipe], reader: str) -> None:
         """Make the bytes of these recipes, because `reader` asks for them."""
+        planned = isinstance(self.work, Sizes) and reader in self.work.assembled
         with below_autograd():
             for recipe in recipes:
-                nbytes = fill(recipe)
-                if nbytes:
-                    self.outcome.read[reader] = self.outcome.read.get(reader, 0) + nbytes
+                address = recipe.address
+                if address is None:
+                    continue
+                reference = fill(recipe, self._assembled(recipe, reader) if planned else recipe.whole())
+                self._known.add(address, reference, recipe)
+                if not planned:
+                    self.outcome.read[reader] = self.outcome.read.get(reader, 0) + recipe.like.nbytes
+
+    def _make_all(self, reader: str) -> None:
+        """What recipes read is about to change: make what is alive. In a proof, compare what tiles would make of it."""
+        if isinstance(self.work, Sizes):
+            self._make(list(self._recipes), reader)
+        else:
+            with below_autograd():
+                for recipe, whole in self._known.alive():
+                    self.work.read(recipe.all, whole, reader)
+        self._known.clear()
+
+    def _assembled(self, recipe: Recipe, reader: str) -> torch.Tensor:
+        """The bytes of a recipe, from tiles."""
+        assert isinstance(self.work, Sizes)
+        made = recipe.assembled(self.work.rows)
+        if not self.work.checked:
+            return made
+        whole = recipe.whole()
+        self._check([made], [whole], reader)
+        return whole
 
     @uncompiled
     def asked(self, t: torch.Tensor, name: str) -> None:
@@ -276,34 +331,38 @@ class TileMode(Outside):
         recipe = recipe_of(t)
         if recipe is not None:
             self._make([recipe], f"Tensor.{name}()")
+        self._known.drop(t)  # it may be written to unseen
 
     @uncompiled
     def exposed(self, t: torch.Tensor, address: bool) -> None:
         """Somebody takes the raw memory of `t`, to read or to write it."""
         self.asked(t, "data_ptr")
-        if self._recipes and storage_id(t) in self._sources:
-            self._make(list(self._recipes), "raw memory")
+        if storage_id(t) in self._sources:
+            self._make_all("raw memory")
 
     @uncompiled
     def settings_changed(self) -> None:
         """A numeric setting was set: what is not made yet is made by those of the forward."""
         now = numeric_flags()
-        if self._recipes and now != self._flags:
+        if now != self._flags:
             set_numeric_flags(self._flags)
             try:
-                self._make(list(self._recipes), "another numeric setting")
+                self._make_all("another numeric setting")
             finally:
                 set_numeric_flags(now)
 
     @contextlib.contextmanager
     def compiled(self) -> Iterator[None]:
         """Around a run of generated code, which reads memory itself."""
-        self._make(list(self._recipes), "compiled code")
+        self._make_all("compiled code")
         yield
 
     def end(self) -> None:
         """Weights are about to change: make what somebody still holds."""
-        self._proven.clear()
-        while self._weak:
-            free_weak(self._weak.pop())
-        self._make(list(self._recipes), "")
+        self._make_all(HELD)
+        self._rows.clear()
+        self._sources.clear()
+
+
+def _is_view(func: OpOverload) -> bool:
+    return bool(func.is_view) or func._name == "aten::_unsafe_view"

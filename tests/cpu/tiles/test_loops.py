@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.cpu.tiles.language_model import CLASSES, LanguageModel, batches, compare
+from lightning_memopt.runtime.tiles import HELD
+from tests.cpu.tiles.language_model import BATCH, CLASSES, TOKENS, LanguageModel, batches, compare
 
 
 def _update(optimizer: Any) -> None:
@@ -217,6 +218,140 @@ def smoothed(model, optimizer, log, run):
         _update(optimizer)
 
 
+def shifted(model, optimizer, log, run):
+    """Each token predicts the next one: logits without the last token are copied."""
+    for ids, _ in batches():
+        logits = model(ids)[0][..., :-1, :].contiguous()
+        loss = F.cross_entropy(logits.view(-1, CLASSES), ids[..., 1:].reshape(-1))
+        loss.backward()
+        log.note(loss)
+        _update(optimizer)
+
+
+def last_token(model, optimizer, log, run):
+    """Only the last token of each text is classified."""
+    for ids, _ in batches():
+        loss = F.cross_entropy(model(ids)[0][:, -1].float(), ids[:, 0])
+        loss.backward()
+        log.note(loss)
+        _update(optimizer)
+
+
+def z_loss(model, optimizer, log, run):
+    """The square of the log of the sum of exponentials is a part of the loss."""
+    for ids, labels in batches():
+        logits = model(ids)[0].flatten(0, 1)
+        loss = F.cross_entropy(logits, labels.flatten()) + 1e-3 * logits.logsumexp(-1).square().mean()
+        loss.backward()
+        log.note(loss)
+        _update(optimizer)
+
+
+def preferred(model, optimizer, log, run):
+    """A preference loss: log-probabilities of the labels, by gather."""
+    for ids, labels in batches():
+        scores = model(ids)[0].log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        chosen, rejected = (scores * (labels >= 0)).sum(-1).chunk(2)
+        loss = -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+        loss.backward()
+        log.note(loss)
+        _update(optimizer)
+
+
+def policy(model, optimizer, log, run):
+    """A policy loss: the ratio to old log-probabilities is clipped, and the entropy is logged and a part of the loss."""
+    for ids, labels in batches():
+        scores = torch.log_softmax(model(ids)[0].float() / 0.9, -1)
+        of_labels = scores.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        entropy = -(scores.exp() * scores).sum(-1)
+        ratio = (of_labels - of_labels.detach()).exp()
+        loss = -torch.minimum(ratio * 0.5, ratio.clamp(0.8, 1.2) * 0.5).mean() - 0.01 * entropy.mean()
+        loss.backward()
+        log.note(entropy.detach().mean())
+        _update(optimizer)
+
+
+def distilled(model, optimizer, log, run):
+    """Distillation from scores of a teacher."""
+    teacher = torch.randn(BATCH, TOKENS, CLASSES, generator=torch.Generator().manual_seed(5))
+    for ids, _ in batches():
+        student = F.log_softmax(model(ids)[0] / 2, -1)
+        loss = F.kl_div(student.flatten(0, 1), F.softmax(teacher / 2, -1).flatten(0, 1), reduction="batchmean") * 4
+        loss.backward()
+        log.note(loss)
+        _update(optimizer)
+
+
+def soft_targets(model, optimizer, log, run):
+    """The target is a distribution over classes, made by scattering."""
+    for ids, _ in batches():
+        target = torch.zeros(BATCH * TOKENS, CLASSES).scatter_(1, ids.view(-1, 1), 0.9)
+        scores = F.log_softmax(model(ids)[0].view(-1, CLASSES), -1)
+        loss = -(target * scores).sum(-1).mean()
+        loss.backward()
+        log.note(loss)
+        _update(optimizer)
+
+
+def class_weights(model, optimizer, log, run):
+    """Classes have weights."""
+    weights = torch.linspace(0.5, 1.5, CLASSES)
+    for ids, labels in batches():
+        loss = F.cross_entropy(model(ids)[0].flatten(0, 1), labels.flatten(), weights)
+        loss.backward()
+        log.note(loss)
+        _update(optimizer)
+
+
+def in_place(model, optimizer, log, run):
+    """Logits are divided and masked in place."""
+    mask = torch.arange(CLASSES) > CLASSES - 9
+    for ids, labels in batches():
+        logits = model(ids)[0]
+        logits.div_(0.7)
+        logits.masked_fill_(mask, -1e4)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        log.note(loss)
+        log.note(logits[0, 0, :5])
+        _update(optimizer)
+
+
+def overwritten_logits(model, optimizer, log, run):
+    """The gradient of the logits, and from the seventh step on the logits themselves, are overwritten in part."""
+    for step, (ids, labels) in enumerate(batches(9)):
+        logits = model(ids)[0]
+        if step > 6:
+            with torch.no_grad():
+                logits[:, :3] = 0.5
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        log.note(loss)
+        _update(optimizer)
+
+
+def ranked(model, optimizer, log, run):
+    """Metrics of every step: the best three classes, the confidence, and the norm of the logits."""
+    for ids, labels in batches():
+        logits, loss = model(ids, labels)
+        best = logits.detach().topk(3, dim=-1).indices
+        log.note((best == labels[..., None]).any(-1).sum())
+        log.note(logits.softmax(-1).amax(-1).mean())
+        log.note(logits.norm())
+        loss.backward()
+        _update(optimizer)
+
+
+def masked(model, optimizer, log, run):
+    """Only the tokens of a mask are classified."""
+    for ids, labels in batches():
+        mask = labels % 3 == 0
+        loss = F.cross_entropy(model(ids)[0][mask], labels[mask])
+        loss.backward()
+        log.note(loss)
+        _update(optimizer)
+
+
 def overwritten(model, optimizer, log, run):
     """The head is frozen, so autograd does not save what it reads; from the seventh step on, the loop overwrites that before
     backward.
@@ -271,24 +406,18 @@ def failing(model, optimizer, log, run):
 
 
 TILED = (inside, outside, held, now_and_then, hooked, late_hook, twice, accumulated, both_first, scaled, evaluated, summed)
-MORE_TILED = (weighted, overwritten, failing, compiled_loss)
-WHOLE = (metric, penalty, smoothed)
+MORE_TILED = (weighted, overwritten, failing, compiled_loss, metric, smoothed)
+LOSSES = (shifted, last_token, z_loss, preferred, policy, distilled, soft_targets, class_weights, in_place, penalty)
+READERS = (overwritten_logits, ranked)
 
 
-@pytest.mark.parametrize("loop", (*TILED, *MORE_TILED), ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("loop", (*TILED, *MORE_TILED, *LOSSES, *READERS), ids=lambda loop: loop.__name__)
 def test_a_loop_trains_in_tiles_with_equal_bits(loop):
     ran = compare(loop)
     assert ran.tiled, ran.lines
 
 
-@pytest.mark.parametrize("loop", WHOLE, ids=lambda loop: loop.__name__)
-def test_a_loop_whose_head_stays_whole_is_told_why(loop):
-    ran = compare(loop)
-    assert not ran.tiled
-    assert ran.why_whole
-
-
-@pytest.mark.parametrize("loop", (autocast, retained, by_hand), ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("loop", (autocast, retained, by_hand, masked), ids=lambda loop: loop.__name__)
 def test_a_loop_trains_with_equal_bits_either_way(loop):
     ran = compare(loop)
     assert ran.tiled or ran.why_whole
@@ -333,5 +462,23 @@ def test_a_bias():
     assert ran.tiled or ran.why_whole
 
 
-def test_what_the_loop_holds_when_weights_change_is_made_and_said():
-    assert [line for line in compare(held).lines if line.startswith("MemOpt: the loop still held logits when weights changed")]
+def test_what_the_loop_holds_when_weights_change_is_made_of_tiles():
+    ran = compare(held)
+    assert ran.status.plan.tiles[0].assembled == (HELD,)
+    assert not [line for line in ran.lines if "still held" in line]
+
+
+def test_what_the_loop_did_not_hold_before_is_made_and_said():
+    def late(model, optimizer, log, run):
+        for step, (ids, labels) in enumerate(batches(9)):
+            logits, loss = model(ids, labels)
+            if step < 7:
+                del logits
+            loss.backward()
+            _update(optimizer)
+            log.note(loss)
+            if step > 6:
+                log.note(logits.argmax(-1))
+
+    ran = compare(late)
+    assert [line for line in ran.lines if line.startswith("MemOpt: the loop still held logits when weights changed")]

@@ -14,7 +14,8 @@ from lightning_memopt.errors import ConfigError, PlanFileError
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import TiledHead, plan_from_json, plan_to_json, tiles_text
 from lightning_memopt.plan.logits import head_of
-from lightning_memopt.runtime.tiles import Proof, Sizes, TileMode
+from lightning_memopt.runtime.tiles import HELD, Proof, Sizes, TileMode
+from lightning_memopt.runtime.tiles.exits import Product
 from tests.cpu.lib.engines import needs_native
 from tests.cpu.tiles import test_loops
 from tests.cpu.tiles.language_model import CLASSES, LanguageModel, batches, compare
@@ -55,7 +56,7 @@ def _mode(work):
 
 
 def _proven(x, w, target, rows, columns, reduction="mean"):
-    proof = Proof(list(rows), list(columns))
+    proof = Proof(tuple(rows), tuple(columns))
     _run(_mode(proof), x, w, target, reduction)
     return proof
 
@@ -77,31 +78,52 @@ def test_sizes_that_are_proven_give_the_bits_of_whole_ops_on_other_values(dtype,
     x, w, target = _head(dtype)
     proof = _proven(x, w, target, (48, 32, 16), (1024, 512, 256, 128), reduction)
     assert proof.exits == 3
+    sizes = proof.result(_ROWS)
     if dtype is torch.float32:
-        assert proof.rows and proof.columns
-    for rows in proof.rows:
-        for columns in proof.columns:
-            for seed in (1, 2):
-                other = _head(dtype, seed)
-                whole = _run(None, *other, reduction)
-                tiled = _run(_mode(Sizes(rows, columns, _ROWS, frozenset(proof.ops))), *other, reduction)
-                assert all(map(torch.equal, whole, tiled))
+        assert sizes is not None
+    for seed in (1, 2) if sizes is not None else ():
+        other = _head(dtype, seed)
+        whole = _run(None, *other, reduction)
+        assert all(map(torch.equal, whole, _run(_mode(sizes), *other, reduction)))
 
 
 def test_a_proof_drops_sizes_that_give_other_bits(monkeypatch):
-    from lightning_memopt.runtime.tiles.exits import Product
-
     into = Product.into
 
     def wrong(self, out, span):
         into(self, out, span)
-        if span.end - span.first == 16:
+        if span.n in wrong_sizes:
             out.view(torch.int32)[0, 0] ^= 1
 
     monkeypatch.setattr(Product, "into", wrong)
+    wrong_sizes = {16, 256}
     proof = _proven(*_head(), (48, 16), (512, 256))
-    assert (proof.rows, proof.columns) == ([48], [512, 256])
-    assert proof.wrong == "aten::mm"
+    sizes = proof.result(_ROWS)
+    assert (sizes.rows, sizes.columns, sizes.assembled) == (48, 512, {HELD})
+    assert proof.wrong == "aten::mm by rows"
+    wrong_sizes = {16, 48}
+    sizes = _proven(*_head(), (48, 16), (512, 256)).result(_ROWS)
+    assert (sizes.rows, sizes.columns) == (16, 0)
+    assert sizes.assembled == {"aten::mm by rows", "aten::mm by columns", HELD}
+
+
+def test_tiles_that_differ_by_rounding_are_taken_only_if_they_may():
+    x, w, target = _head()
+    into = Product.into
+
+    def rounded(self, out, span):
+        into(self, out, span)
+        out *= 1 + 2 * torch.finfo(out.dtype).eps
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Product, "into", rounded)
+        exact = _proven(x, w, target, (48, 16), (512,)).result(_ROWS)
+        assert exact.assembled == {"aten::mm by rows", "aten::mm by columns", HELD}
+        proof = Proof((48, 16), (512,), rounding=True)
+        _run(_mode(proof), x, w, target)
+        sizes = proof.result(_ROWS)
+        assert (sizes.rows, sizes.columns, sizes.assembled) == (16, 512, {HELD})
+        assert sizes.rounded == {"aten::mm by rows", "aten::mm by columns"}
 
 
 def test_an_op_that_was_not_compared_runs_whole():
@@ -114,13 +136,13 @@ def test_an_op_that_was_not_compared_runs_whole():
 
 def test_a_hollow_tensor_looks_like_the_whole_one_and_has_no_bytes():
     x, w, target = _head()
-    ops = frozenset(_proven(x, w, target, (48,), (512,)).ops)
+    sizes = _proven(x, w, target, (48,), (512,)).result(_ROWS)
     seen = []
 
     def look(logits):
         seen.append((logits.shape, logits.stride(), logits.dtype, logits.device, logits.untyped_storage().nbytes()))
 
-    _run(_mode(Sizes(48, 512, _ROWS, ops)), x, w, target, before_backward=look)
+    _run(_mode(sizes), x, w, target, before_backward=look)
     _run(None, x, w, target, before_backward=look)
     assert seen[0][:-1] == seen[1][:-1]
     assert seen[0][-1] == 0
@@ -128,19 +150,19 @@ def test_a_hollow_tensor_looks_like_the_whole_one_and_has_no_bytes():
 
 def test_memory_that_is_read_unseen_raises_instead_of_giving_other_numbers():
     x, w, target = _head()
-    ops = frozenset(_proven(x, w, target, (48,), (512,)).ops)
+    sizes = _proven(x, w, target, (48,), (512,)).result(_ROWS)
 
     def read(logits):
         with pytest.raises(RuntimeError, match="MemOpt computes this tensor tile by tile"):
             torch.frombuffer(memoryview(logits.detach().numpy()), dtype=torch.float32)  # no run: nobody watches numpy()
 
-    _run(_mode(Sizes(48, 512, _ROWS, ops)), x, w, target, before_backward=read)
+    _run(_mode(sizes), x, w, target, before_backward=read)
 
 
 def test_recipes_are_freed_with_their_tensors():
     x, w, target = _head()
-    ops = frozenset(_proven(x, w, target, (48,), (512,)).ops)
-    mode = _mode(Sizes(48, 512, _ROWS, ops))
+    sizes = _proven(x, w, target, (48,), (512,)).result(_ROWS)
+    mode = _mode(sizes)
     _run(mode, x, w, target)
     assert not list(mode._recipes)
 

@@ -1,0 +1,249 @@
+"""The kinds of recipes: how each makes a tile.
+
+Rows are independent of each other in every op here. Columns are not: a softmax needs its whole row. What a tile of columns
+needs of the rest of the row are three numbers: the row's maximum, the logarithm of its sum of exponentials, and the sum of its
+gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lightning_memopt.runtime.tiles.recipes import Make, Recipe, Seen, Span, rows_at, tiles
+from lightning_memopt.torch_private import OpOverload
+
+_PAD = 16
+"""Columns added to a tile for the sum of the gradients of the other columns. Kernels work on vectors of at most so many."""
+_NEGLIGIBLE = -1e9
+"""A log-probability whose exponential is 0."""
+
+
+class Product(Recipe):
+    """Logits: `x @ w`, or `bias + x @ w`."""
+
+    __slots__ = ()
+
+    def tile(self, make: Make, span: Span) -> torch.Tensor:
+        *bias, x, w = self.args
+        if span.columns:
+            return self._on([span.of(b[None])[0] for b in bias], x, span.of(w))
+        return self._on(bias, span.of(x), w)
+
+    def _on(self, bias: Sequence[torch.Tensor], x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.func(*bias, x, w, **self.kwargs)
+        return result
+
+
+class Zeros(Recipe):
+    """Zeros, into which an op will write. It keeps no arguments."""
+
+    __slots__ = ()
+
+    def whole(self) -> torch.Tensor:
+        return torch.zeros(self.like.size(), dtype=self.like.dtype, device=self.device)
+
+    def tile(self, make: Make, span: Span) -> torch.Tensor:
+        size = (self.rows, span.n) if span.columns else (span.n, self.columns)
+        return torch.zeros(size, dtype=self.like.dtype, device=self.device)
+
+
+class Pointwise(Recipe):
+    """An op that works on each entry alone: a cast, a copy, a scale, soft-capping."""
+
+    __slots__ = ()
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        padded = any(isinstance(s.recipe, LossGradient) for s in self.reads)  # the tiles of columns of a loss's gradient are
+        self.by_columns = self.by_columns and not padded
+
+    def tile(self, make: Make, span: Span) -> torch.Tensor:
+        def part(value: Any) -> Any:
+            if type(value) is Seen:
+                return make(value)
+            if isinstance(value, torch.Tensor) and value.dim():
+                return span.across(value, self.like.size())
+            return value
+
+        result: torch.Tensor = self.func(*map(part, self.args), **{k: part(v) for k, v in self.kwargs.items()})
+        return result
+
+
+class Rowwise(Recipe):
+    """An op that works on each row alone: a softmax, the gradient of one, a scatter."""
+
+    __slots__ = ("_dim_at",)
+
+    def __init__(self, dim_at: int, *given: Any) -> None:
+        """`dim_at`: which argument is the dimension."""
+        super().__init__(*given)
+        self._dim_at = dim_at
+        self.by_columns = False
+
+    def tile(self, make: Make, span: Span) -> torch.Tensor:
+        result: torch.Tensor = on_rows(self.func, self.args, self.kwargs, self._dim_at, make, span)
+        return result
+
+
+def on_rows(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], dim_at: int, make: Make, span: Span) -> Any:
+    """The results of an op along the rows, for a tile of rows. `dim_at`: which argument is the dimension."""
+
+    def part(value: Any) -> Any:
+        if type(value) is Seen:
+            return make(value)
+        if isinstance(value, torch.Tensor) and value.dim():
+            return span.across(value, value.size())
+        return value
+
+    given = [part(a) for a in args]
+    given[dim_at] = [1] if type(args[dim_at]) is list else 1
+    return func(*given, **{k: part(v) for k, v in kwargs.items()})
+
+
+class LogSoftmax(Recipe):
+    """The logarithm of the softmax over the columns.
+
+    top, log_sum: per row, the maximum, and the logarithm of the sum of exponentials, as (rows, 1); None until `expect`. They
+    are noted while all tiles of rows are made.
+    """
+
+    __slots__ = ("_next", "log_sum", "top")
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.top: torch.Tensor | None = None
+        self.log_sum: torch.Tensor | None = None
+        self._next = self.rows  # the first row without numbers
+
+    def expect(self) -> None:
+        """Tiles of all rows are about to be made, one by one: note their numbers."""
+        self.top, self.log_sum = (torch.empty(self.rows, 1, dtype=self.like.dtype, device=self.device) for _ in range(2))
+        self._next = 0
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether the numbers of all rows are known."""
+        return self.top is not None and self._next == self.rows
+
+    def tile(self, make: Make, span: Span) -> torch.Tensor:
+        if span.columns:
+            return self.padded(make, span)[:, : span.n]
+        x = make(self.reads[0])
+        result: torch.Tensor = self.func(x, 1, *self.args[2:], **self.kwargs)
+        if span.first == self._next < self.rows and span.chosen is None:
+            self._note(span, x, result)
+        return result
+
+    def _note(self, span: Span, x: torch.Tensor, result: torch.Tensor) -> None:
+        assert self.top is not None
+        assert self.log_sum is not None
+        at = x.argmax(1, keepdim=True)
+        span.of(self.top).copy_(x.gather(1, at))
+        torch.neg(result.gather(1, at), out=span.of(self.log_sum))
+        self._next = span.end
+
+    def padded(self, make: Make, span: Span) -> torch.Tensor:
+        """A tile of columns, followed by columns that have no probability."""
+        assert self.is_noted, "the rows have run before"
+        made = torch.empty(self.rows, span.n + _PAD, dtype=self.like.dtype, device=self.device)
+        made[:, span.n :] = _NEGLIGIBLE
+        # as the kernel computes it, in this order
+        made[:, : span.n].copy_(make(self.reads[0])).sub_(self.top).sub_(self.log_sum)  # type: ignore[arg-type]
+        return made
+
+
+class LossGradient(Recipe):
+    """The gradient of the negative log-likelihood of each row's target: one number a row, and zeros."""
+
+    __slots__ = ()
+
+    def tile(self, make: Make, span: Span) -> torch.Tensor:
+        gradient, _, target, weight, reduction, ignored, total = self.args
+        if span.columns:
+            padded = torch.zeros(self.rows, span.n + _PAD, dtype=self.like.dtype, device=self.device)
+            at = target - span.first
+            at = torch.where((at >= 0) & (at < span.n), at, span.n)
+            return padded.scatter_(1, at[:, None], self.of_targets())
+        if gradient.dim():
+            gradient = span.of(gradient)
+        shape = self._shape(span.n, self.columns)
+        result: torch.Tensor = self.func(gradient, shape, span.of(target), weight, reduction, ignored, total)
+        return result
+
+    def of_targets(self) -> torch.Tensor:
+        """The gradient at each row's target, as (rows, 1): the op on matrices of one column."""
+        gradient, _, target, weight, reduction, ignored, total = self.args
+        shape = self._shape(self.rows, 1)
+        result: torch.Tensor = self.func(gradient, shape, alone(target, ignored), weight, reduction, ignored, total)
+        return result
+
+    def _shape(self, rows: int, columns: int) -> torch.Tensor:
+        """Scores of these sizes: the op reads nothing else of them."""
+        return torch.empty(1, 1, dtype=self.like.dtype, device=self.device).expand(rows, columns)
+
+    @property
+    def reads(self) -> list[Seen]:
+        return []
+
+
+class LogSoftmaxGradient(Recipe):
+    """The gradient of what `LogSoftmax` reads."""
+
+    __slots__ = ()
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        gradient, scores = self.args[0].recipe, self.args[1].recipe
+        self.by_columns = self.by_columns and isinstance(gradient, LossGradient) and isinstance(scores, LogSoftmax)
+
+    def tile(self, make: Make, span: Span) -> torch.Tensor:
+        gradient, scores, _, dtype = self.args
+        # for a tile of columns: the kernel adds up the gradients of a row, and those of other columns are in the padding
+        of_scores = scores.recipe.padded(make, span) if span.columns else make(scores)
+        result: torch.Tensor = self.func(make(gradient), of_scores, 1, dtype)
+        return result[:, : span.n] if span.columns else result
+
+
+class Placed(Recipe):
+    """The gradient of a tensor of which some rows were taken: their gradients, and zeros for the other rows.
+
+    taken: which rows were taken, in order; on the host.
+    """
+
+    __slots__ = ("taken",)
+    keeps_rows = False
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        _, size, *how = self.args
+        rows = torch.arange(self.rows).view(size[:-1])
+        self.taken = _VIEWS[self.func](rows, *how).reshape(-1)
+
+    def tile(self, make: Make, span: Span) -> torch.Tensor:
+        gradient = self.args[0]
+        if span.columns:
+            made = torch.zeros(self.rows, span.n, dtype=self.like.dtype, device=self.device)
+            made[self.taken.to(self.device)] = make(gradient)
+            return made
+        at = torch.full((self.rows,), -1)
+        at[self.taken] = torch.arange(self.taken.numel())
+        at = at[span.first : span.end] if span.chosen is None else at[span.chosen.cpu()]
+        made = torch.zeros(span.n, self.columns, dtype=self.like.dtype, device=self.device)
+        (inside,) = torch.where(at >= 0)
+        if inside.numel():
+            rows = gradient.through(rows_at(at[inside], gradient.recipe))
+            made[inside.to(self.device)] = tiles([gradient.recipe.all], rows)[0]
+        return made
+
+
+_ATEN = torch.ops.aten
+_VIEWS = {_ATEN.slice_backward.default: _ATEN.slice.Tensor, _ATEN.select_backward.default: _ATEN.select.int}
+"""Gradient of a view -> the view."""
+
+
+def alone(target: torch.Tensor, ignored: int) -> torch.Tensor:
+    """The targets in a matrix that has only the column of each row's target: 0, or `ignored`."""
+    return torch.where(target == ignored, target, 0)
