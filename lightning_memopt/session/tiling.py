@@ -3,17 +3,18 @@
     step                     what is learned
     observed as it is        which module makes the logits (plan/logits.py), and whether the step is too large
     observed, proving        which sizes of tiles give the bits of the whole ops on this machine, and what else reads the logits
-    observed in tiles        the graph of the step in tiles, for which a plan is made like for any other step
+    observed in tiles        the graph of the step in tiles, for which a plan is made like for any other; a step for each way
 
-The plan for the step in tiles is compared with the one for the step as it is. Where that one keeps the budget in less time, the
-head stays whole.
+A step can run in tiles in two ways: the gradient of the logits is never whole, or it is made whole once, from tiles, which
+takes a product less. The plans of both are compared with the one for the step as it is. What keeps the budget in the least
+time wins.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from math import prod
 from typing import Any, Literal, TypeVar
@@ -66,8 +67,10 @@ class _Signature:
     """What is known of the steps of one input signature.
 
     phase: what the next observed step is for; `whole`: its head stays whole.
-    head: the head, if there is one.
+    head: the head, if there is one, with tiles of all rows and columns.
     plain: the graph of the step as it is.
+    ways: the tiles in which it may run.
+    observed: the graphs of steps that ran in these ways, as far as they have.
     proved: the step that is over was one that proves: its graph is not that of a usual step.
     flags: the numeric settings under which tiles were compared, the number of threads among them.
     """
@@ -75,6 +78,8 @@ class _Signature:
     phase: Literal["look", "prove", "tiled", "whole"] = "look"
     head: TiledHead | None = None
     plain: Graph | None = None
+    ways: Sequence[TiledHead] = ()
+    observed: list[Graph] = field(default_factory=list)
     proved: bool = False
     flags: object = None
 
@@ -123,12 +128,13 @@ class Tiling(Part):
             head = state.plan.tiles[0] if state.plan.tiles else None
             work = None if head is None else self._work(state, head)
         elif isinstance(state, Observing) and head is not None:
-            if self._now.phase == "tiled" and self._now.flags != numeric_flags():
-                self._now.phase = "prove"
-                self._now.head = head = replace(head, rows=head.tokens, columns=head.classes)
-            if self._now.phase == "prove":
+            now = self._now
+            if now.phase == "tiled" and now.flags != numeric_flags():
+                now.phase, now.observed = "prove", []
+            if now.phase == "prove":
                 work = _sizes(head, self._config.tile == "rounding")
-            elif self._now.phase == "tiled":
+            elif now.phase == "tiled":
+                head = now.ways[min(len(now.observed), len(now.ways) - 1)]
                 work = _proven(head)
         if head is None or work is None or self._why_not():
             return
@@ -226,8 +232,10 @@ class Tiling(Part):
         now = self._now
         if self._wanted and now.phase == "look":
             return self._look(graph, limit_nbytes, machine)
+        if now.phase == "tiled" and not now.proved:
+            now.observed.append(graph)
         again, now.proved = now.proved or now.phase == "prove", False
-        return again
+        return again or (now.phase == "tiled" and len(now.observed) < len(now.ways))
 
     def _look(self, graph: Graph, limit_nbytes: int | None, machine: Machine) -> bool:
         now = self._now
@@ -256,22 +264,15 @@ class Tiling(Part):
         """A step has compared tiles of some sizes."""
         now = self._now
         now.proved = True
-        sizes = proof.result(0 if now.head is None else now.head.tokens) if proof.found else None
-        if sizes is None or now.head is None:
+        head = now.head
+        ways = proof.results(head.tokens) if head is not None else []
+        if head is None or not ways:
             now.phase = "whole"
             self._tell(_other_bits(proof.wrong) if proof.wrong else "no loss reads the logits in a way that can run on tiles")
             return
         now.phase = "tiled"
         now.flags = numeric_flags()
-        now.head = replace(
-            now.head,
-            rows=sizes.rows,
-            columns=sizes.columns,
-            ops=tuple(sorted(sizes.ops)),
-            assembled=tuple(sorted(sizes.assembled)),
-            rounded=tuple(sorted(sizes.rounded)),
-            threads=torch.get_num_threads(),
-        )
+        now.ways = [_tiled(head, sizes) for sizes in ways]
 
     def _tell(self, why: str) -> None:
         if why not in self._said:
@@ -293,33 +294,34 @@ class Tiling(Part):
         budget in less time.
         """
         now = self._now
-        if now.phase != "tiled" or now.head is None or now.plain is None:
+        if now.phase != "tiled" or now.plain is None:
             return solve(graph)
-        if not self._pays(now.plain, graph, limit_nbytes, machine):
+        best = self._best([now.plain, *now.observed], limit_nbytes, machine)
+        if not best:
             now.phase = "whole"
             self._tell("plans without tiles are no worse")
             return solve(now.plain)
-        tiles = (now.head,)
+        graph, tiles = now.observed[best - 1], (now.ways[best - 1],)
+        now.ways, now.observed = tiles, []
         self._say(f"MemOpt: {tiles_text(tiles)}. Their bits were compared with those of the whole ops on this machine")
         solved = solve(graph)
         plain_nbytes = unmodified_peak(machine.usual_step(now.plain), machine)
         frontier = replace(solved.frontier, tiles=tiles, unmodified_peak_nbytes=plain_nbytes)
         return solved._replace(frontier=frontier, plan=replace(solved.plan, tiles=tiles, unmodified_peak_nbytes=plain_nbytes))
 
-    def _pays(self, plain: Graph, tiled: Graph, limit_nbytes: int | None, machine: Machine) -> bool:
-        seconds = self._config.solver_seconds
+    def _best(self, graphs: Sequence[Graph], limit_nbytes: int | None, machine: Machine) -> int:
+        """Which of these ways to run a step has the best plan: the first one of the smallest if none keeps the limit."""
         if limit_nbytes is None:
-            return planner.smallest_nbytes(tiled, machine) < planner.smallest_nbytes(plain, machine)
-        whole, tiles = (
-            planner.solve(g, machine, objective=self._config.objective, limit_seconds=seconds, budgets=(limit_nbytes,))
-            for g in (plain, tiled)
-        )
-        if whole.smallest_nbytes > limit_nbytes:
-            return True
-        if tiles.smallest_nbytes > limit_nbytes:
-            return False
-        costs = [f.graph.step_seconds + f.within(limit_nbytes).predicted.seconds for f in (whole, tiles)]
-        return costs[1] < costs[0]
+            smallest = [planner.smallest_nbytes(graph, machine) for graph in graphs]
+            return smallest.index(min(smallest))
+        objective, seconds = self._config.objective, self._config.solver_seconds
+        ranks = []
+        for graph in graphs:
+            frontier = planner.solve(graph, machine, objective=objective, limit_seconds=seconds, budgets=(limit_nbytes,))
+            kept = frontier.smallest_nbytes <= limit_nbytes
+            cost = frontier.graph.step_seconds + frontier.within(limit_nbytes).predicted.seconds if kept else 0.0
+            ranks.append((not kept, cost, 0 if kept else frontier.smallest_nbytes))
+        return ranks.index(min(ranks))
 
 
 def _head(graph: Graph, op: Op, model: nn.Module) -> TiledHead | None:
@@ -345,6 +347,18 @@ def _sizes(head: TiledHead, rounding: bool) -> Proof:
         return tuple(sorted((size for size in sizes if size < n), reverse=True))
 
     return Proof(parts(head.rows), parts(head.columns), rounding)
+
+
+def _tiled(head: TiledHead, sizes: Sizes) -> TiledHead:
+    return replace(
+        head,
+        rows=sizes.rows,
+        columns=sizes.columns,
+        ops=tuple(sorted(sizes.ops)),
+        assembled=tuple(sorted(sizes.assembled)),
+        rounded=tuple(sorted(sizes.rounded)),
+        threads=torch.get_num_threads(),
+    )
 
 
 def _proven(head: TiledHead) -> Sizes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -83,7 +83,7 @@ class Proof:
             if size not in failed and not self._try(key, size, partial(exit.gives, size, result)):
                 failed.add(size)
                 self.wrong = key
-        if failed:
+        if failed or exit.columns:  # the gradient that is read by columns may be made whole instead
             self.read(exit.reads, whole, key)
 
     def read(self, seen: Seen, whole: torch.Tensor, name: str) -> None:
@@ -120,6 +120,21 @@ class Proof:
             self._rounded.setdefault(key, set()).add(size)
         return given
 
+    def results(self, tokens: int) -> list[Sizes]:
+        """The ways in which the step may run, with more memory and fewer products first.
+
+        tokens: the number of rows of the logits.
+        """
+        least = self.result(tokens) if self.exits or self._readers else None
+        if least is None:
+            return []
+        products = self._products | self._by_columns
+        if not (self._products and self._by_columns) or products & least.assembled:
+            return [least]
+        rounded = least.rounded - products
+        whole = replace(least, columns=0, ops=least.ops - products, assembled=least.assembled | products, rounded=rounded)
+        return [whole, least]
+
     def result(self, tokens: int) -> Sizes | None:
         """The smallest tiles with which the fewest ops read whole tensors; None if there are none.
 
@@ -143,11 +158,6 @@ class Proof:
             assembled=frozenset(whole | self._readers),
             rounded=frozenset(key for key, size in chosen.items() if size in self._rounded.get(key, ())),
         )
-
-    @property
-    def found(self) -> bool:
-        """Whether any op read what has recipes."""
-        return bool(self.exits or self._readers)
 
     @property
     def _products_and_others(self) -> set[str]:

@@ -16,6 +16,7 @@ from lightning_memopt.plan import TiledHead, plan_from_json, plan_to_json, tiles
 from lightning_memopt.plan.logits import head_of
 from lightning_memopt.runtime.tiles import HELD, Proof, Sizes, TileMode
 from lightning_memopt.runtime.tiles.exits import Product
+from lightning_memopt.session.tiling import Tiling
 from tests.cpu.lib.engines import needs_native
 from tests.cpu.tiles import test_loops
 from tests.cpu.tiles.language_model import CLASSES, LanguageModel, batches, compare
@@ -184,6 +185,24 @@ def test_a_budget_that_no_plan_keeps_without_tiles():
     ran = compare(test_loops.inside, budget=whole - 3 * (1 << 20))
     assert ran.tiled
     assert ran.status.measured_peak_nbytes <= whole - 3 * (1 << 20)
+
+
+def test_a_budget_chooses_between_a_whole_gradient_and_none(monkeypatch):
+    chosen = {}
+
+    def observed(self, graphs, limit_nbytes, machine):
+        seconds = iter((1.0, 1.1, 1.5))  # of the step as it is, with a whole gradient, and with none
+        return best(self, [dataclasses.replace(g, step_seconds=next(seconds)) for g in graphs], limit_nbytes, machine)
+
+    best = Tiling._best
+    monkeypatch.setattr(Tiling, "_best", observed)
+    least = compare(test_loops.inside).status.plan.predicted.needed_nbytes
+    gradient = 256 * CLASSES * 4
+    for budget in (least + gradient // 2, least + gradient + (1 << 18)):
+        ran = compare(test_loops.inside, budget=budget)
+        assert ran.status.measured_peak_nbytes <= budget
+        chosen[budget] = ran.status.plan.tiles[0].assembled
+    assert list(chosen.values()) == [(), ("aten::mm by columns", "aten::mm by rows")]
 
 
 def test_a_budget_that_the_step_keeps_as_it_is_needs_no_tiles():
