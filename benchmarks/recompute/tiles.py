@@ -5,7 +5,7 @@
     python -m benchmarks tiles --table            # what is recorded, as Markdown
 
 A model is two blocks and a head with the vocabulary of a known model; the body is narrow, so that a CPU can train it. AdamW,
-float32, bytes by the counter around torch's allocator, above what is there when a step begins. Times are CPU times of steps by
+bytes by the counter around torch's allocator, above what is there when a step begins. Times are CPU times of steps by
 turns, one thread: medians of ratios to the plain step.
 
     plain         the step as it is
@@ -14,6 +14,7 @@ turns, one thread: medians of ratios to the plain step.
     linear_cross_entropy   torch's own, where it has one
     ours, whole   the smallest plan without tiles
     ours, tiles   the smallest plan with tile="exact"
+    ours, half    a budget of half the bytes of the plain step, weights and optimizer state among them, with tile="exact"
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import contextlib
 import json
 import statistics
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,21 +36,27 @@ from benchmarks.lib.paths import RESULTS
 from lightning_memopt import optimize
 from lightning_memopt.clocks import process_time
 from lightning_memopt.native import counting
+from lightning_memopt.plan import TiledHead
 
 FILE = RESULTS / "tiles.json"
 CHUNKS = 8
-_WARM = 5
-"""Steps before those that are timed: three of ours are observed, one proves its plan."""
+_WARM = 8
+"""Steps before those that are timed: most of ours are observed, and one proves its plan."""
 
 
 class Head(NamedTuple):
-    """classes, width: of the head. tokens: of a batch. capped: logits are soft-capped. frozen: so is the head's weight."""
+    """classes, width: of the head. tokens: of a batch. capped: logits are soft-capped. frozen: so is the head's weight.
+
+    smoothing: of labels. dtype: of the whole model.
+    """
 
     classes: int
     width: int
     tokens: int
     capped: bool = False
     frozen: bool = False
+    smoothing: float = 0.0
+    dtype: torch.dtype = torch.float32
 
 
 HEADS = {
@@ -56,6 +64,8 @@ HEADS = {
     "gpt2, padded": Head(50_304, 128, 1024),
     "llama 2": Head(32_000, 128, 2048),
     "llama 2, frozen": Head(32_000, 128, 2048, frozen=True),
+    "llama 2, smoothed": Head(32_000, 128, 2048, smoothing=0.1),
+    "llama 2, bfloat16": Head(32_000, 128, 2048, dtype=torch.bfloat16),
     "llama 3": Head(128_256, 128, 1024),
     "gemma": Head(256_000, 64, 512, capped=True),
 }
@@ -68,7 +78,7 @@ class Model(nn.Module):
     def __init__(self, head: Head, way: str) -> None:
         super().__init__()
         self.way = way
-        self.capped = head.capped
+        self.capped, self.smoothing = head.capped, head.smoothing
         self.tokens = head.tokens
         self.embedding = nn.Embedding(1024, head.width)
         self.blocks = nn.ModuleList(
@@ -82,7 +92,7 @@ class Model(nn.Module):
         logits = self.head(x)
         if self.capped:
             logits = torch.tanh(logits / 30.0) * 30.0
-        return F.cross_entropy(logits, labels, reduction=reduction)
+        return F.cross_entropy(logits, labels, reduction=reduction, label_smoothing=self.smoothing)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.embedding(ids)
@@ -101,24 +111,24 @@ class Model(nn.Module):
 
 def ways(head: Head) -> list[str]:
     """The ways in which this head can be trained here."""
-    theirs = ["linear_cross_entropy"] if hasattr(F, "linear_cross_entropy") and not head.capped else []
-    return ["plain", "checkpoint", "chunked loop", *theirs, "ours, whole", "ours, tiles"]
+    theirs = ["linear_cross_entropy"] if hasattr(F, "linear_cross_entropy") and not head.capped and not head.smoothing else []
+    return ["plain", "checkpoint", "chunked loop", *theirs, "ours, whole", "ours, tiles", "ours, half"]
 
 
 class Training:
     """A model that is trained in one of the ways."""
 
-    def __init__(self, head: Head, way: str) -> None:
+    def __init__(self, head: Head, way: str, budget: int | str = "min") -> None:
         torch.manual_seed(0)
-        self.model = Model(head, way)
+        self.model = Model(head, way).to(head.dtype)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-3)
         self.data = torch.Generator().manual_seed(1)
         self.head, self.losses = head, list[float]()
         self.run: Any = None
         self._stack = contextlib.ExitStack()
         if way.startswith("ours"):
-            tile = "exact" if way == "ours, tiles" else "off"
-            self.run = self._stack.enter_context(optimize(self.model, self.optimizer, budget="min", tile=tile, verbose=False))
+            tile = "off" if way == "ours, whole" else "exact"
+            self.run = self._stack.enter_context(optimize(self.model, self.optimizer, budget=budget, tile=tile, verbose=False))
 
     def step(self) -> tuple[float, int]:
         """Seconds of CPU time, and the most bytes above those that are there between steps."""
@@ -137,6 +147,11 @@ class Training:
         self.losses.append(loss.item())
         return seconds, peak
 
+    def resident_nbytes(self) -> int:
+        """Bytes of weights and optimizer state."""
+        states = (t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor))
+        return sum(t.nbytes for t in (*self.model.parameters(), *states))
+
     def parameters(self) -> list[torch.Tensor]:
         return [p.detach() for p in self.model.parameters()]
 
@@ -146,25 +161,43 @@ class Training:
 
 def measured(head: Head, rounds: int) -> dict[str, Row]:
     """A row for each way: all ways are trained by turns."""
-    trainings = {way: Training(head, way) for way in ways(head)}
+    trainings = dict[str, Training]()
     try:
-        for training in trainings.values():
-            for _ in range(_WARM):
-                training.step()
+        for way in ways(head):
+            budget: int | str = "min"
+            if way == "ours, half":
+                budget = (trainings["plain"].resident_nbytes() + peak) // 2
+            trainings[way] = Training(head, way, budget)
+            most = max(trainings[way].step()[1] for _ in range(_WARM))
+            peak = most if way == "plain" else peak
         steps = [{way: training.step() for way, training in trainings.items()} for _ in range(rounds)]
         plain = trainings["plain"]
         rows = {}
         for way, training in trainings.items():
             same = training.losses == plain.losses and all(map(torch.equal, training.parameters(), plain.parameters()))
             ratios = [step[way][0] / step["plain"][0] for step in steps]
-            peak = max(step[way][1] for step in steps)
-            rows[way] = {"peak_nbytes": peak, "time": statistics.median(ratios), "same_bits": same}
+            rows[way] = {
+                "peak_nbytes": max(step[way][1] for step in steps),
+                "time": statistics.median(ratios),
+                "same_bits": same,
+            }
             if training.run is not None:
-                rows[way]["tiles"] = [[head.rows, head.columns] for head in training.run.status().plan.tiles]
+                rows[way]["tiles"] = tiles_text(training.run.status().plan.tiles)
         return rows
     finally:
         for training in trainings.values():
             training.close()
+
+
+def tiles_text(heads: Sequence[TiledHead]) -> str:
+    """The sizes of tiles, and whether a gradient is whole."""
+    texts = []
+    for head in heads:
+        columns = f", {head.columns:,} columns" if head.columns else ""
+        texts.append(
+            f"{head.rows:,} rows{columns}" + (", a whole gradient" if any("mm" in op for op in head.assembled) else "")
+        )
+    return "; ".join(texts)
 
 
 def table(results: dict[str, dict[str, Row]]) -> str:
@@ -177,10 +210,9 @@ def table(results: dict[str, dict[str, Row]]) -> str:
         head = HEADS[name]
         title = f"{name}: {head.classes:,} x {head.width}, {head.tokens:,} tokens"
         for way, row in rows.items():
-            tiles = ", ".join(f"{r:,} rows" + (f", {c:,} columns" if c else "") for r, c in row.get("tiles", ()))
             peak = row["peak_nbytes"] / 2**20
             bits = "yes" if row["same_bits"] else "no"
-            lines.append(f"| {title} | {way} | {peak:.1f} | x{row['time']:.2f} | {bits} | {tiles} |")
+            lines.append(f"| {title} | {way} | {peak:.1f} | x{row['time']:.2f} | {bits} | {row.get('tiles', '')} |")
     return "\n".join(lines)
 
 

@@ -69,6 +69,7 @@ class _Signature:
     phase: what the next observed step is for; `whole`: its head stays whole.
     head: the head, if there is one, with tiles of all rows and columns.
     plain: the graph of the step as it is.
+    proof: the next proof, if it is not the first one.
     ways: the tiles in which it may run.
     observed: the graphs of steps that ran in these ways, as far as they have.
     proved: the step that is over was one that proves: its graph is not that of a usual step.
@@ -78,6 +79,7 @@ class _Signature:
     phase: Literal["look", "prove", "tiled", "whole"] = "look"
     head: TiledHead | None = None
     plain: Graph | None = None
+    proof: Proof | None = None
     ways: Sequence[TiledHead] = ()
     observed: list[Graph] = field(default_factory=list)
     proved: bool = False
@@ -130,9 +132,9 @@ class Tiling(Part):
         elif isinstance(state, Observing) and head is not None:
             now = self._now
             if now.phase == "tiled" and now.flags != numeric_flags():
-                now.phase, now.observed = "prove", []
+                now.phase, now.proof, now.observed = "prove", None, []
             if now.phase == "prove":
-                work = _sizes(head, self._config.tile == "rounding")
+                work = now.proof or _sizes(head, self._config.tile == "rounding")
             elif now.phase == "tiled":
                 head = now.ways[min(len(now.observed), len(now.ways) - 1)]
                 work = _proven(head)
@@ -265,6 +267,9 @@ class Tiling(Part):
         now = self._now
         now.proved = True
         head = now.head
+        now.proof = proof.again()
+        if now.proof is not None:
+            return
         ways = proof.results(head.tokens) if head is not None else []
         if head is None or not ways:
             now.phase = "whole"
@@ -339,12 +344,12 @@ def _other_bits(op: str) -> str:
 
 
 def _sizes(head: TiledHead, rounding: bool) -> Proof:
-    """The sizes that are tried, from large to small. `head`: with all rows and columns."""
+    """The sizes that are tried. `head`: with all rows and columns."""
 
     def parts(n: int) -> tuple[int, ...]:
         even = {n // part for part in _PARTS if n % (part * _VECTOR) == 0}  # the last tile is as large as the others
         sizes = even or {-(-n // (part * _STEP)) * _STEP for part in _PARTS}
-        return tuple(sorted((size for size in sizes if size < n), reverse=True))
+        return tuple(sorted(size for size in sizes if size < n))
 
     return Proof(parts(head.rows), parts(head.columns), rounding)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -44,13 +44,13 @@ class Sizes:
 
 @dataclass
 class Proof:
-    """What a step has found out about tiles.
+    """What a step finds out about tiles. At each exit, sizes are compared from small to large until one gives its bits.
 
-    rows, columns: the sizes that are tried.
+    rows, columns: the sizes, from small to large.
     rounding: whether tiles are accepted that differ by rounding.
     ops: names of the ops that have recipes.
     exits: how many exits have been compared.
-    wrong: the last op whose tiles had other bits, for the message.
+    wrong: the last op whose smallest tiles had other bits, for the message.
     """
 
     rows: tuple[int, ...]
@@ -59,10 +59,10 @@ class Proof:
     ops: set[str] = field(default_factory=set)
     exits: int = 0
     wrong: str = ""
-    _failed: dict[str, set[int]] = field(default_factory=dict)
-    """Key of an exit -> the sizes that do not give its results."""
-    _rounded: dict[str, set[int]] = field(default_factory=dict)
-    """Key of an exit -> the sizes that give its results with other bits."""
+    _first: dict[str, int] = field(default_factory=dict)
+    """Key of an exit -> position of the first size that has given its results each time; the number of sizes if none has."""
+    _rounded: set[tuple[str, int]] = field(default_factory=set)
+    """Key of an exit, and position of a size that gives its results with other bits."""
     _by_columns: set[str] = field(default_factory=set)
     """Keys of exits that run in tiles of columns."""
     _products: set[str] = field(default_factory=set)
@@ -71,38 +71,39 @@ class Proof:
     """Names of ops that read whole tensors."""
 
     def compare(self, exit: Exit, whole: torch.Tensor, result: Any) -> None:
-        """An exit has run as it is on `whole`, and gave `result`: compare it with tiles of each size."""
+        """An exit has run as it is on `whole`, and gave `result`: compare it with tiles."""
         self.exits += 1
         key = exit.key
         if exit.columns:
             self._by_columns.add(key)
         elif isinstance(exit, Product):
             self._products.add(key)
-        failed = self._failed.setdefault(key, set())
-        for size in self.columns if exit.columns else self.rows:
-            if size not in failed and not self._try(key, size, partial(exit.gives, size, result)):
-                failed.add(size)
-                self.wrong = key
-        if failed or exit.columns:  # the gradient that is read by columns may be made whole instead
-            self.read(exit.reads, whole, key)
+        self._try(key, self.columns if exit.columns else self.rows, lambda size, alike: exit.gives(size, result, alike), key)
+        if self._first[key] or exit.columns:  # the gradient that is read by columns may be made whole instead
+            self._assembles(exit.reads, whole, key)
 
     def read(self, seen: Seen, whole: torch.Tensor, name: str) -> None:
         """An op reads a view of a recipe's result, and cannot run in tiles: compare the tensor with what tiles of rows make."""
-        if name not in self._failed:
-            self._readers.add(name)
+        self._readers.add(name)
+        self._assembles(seen, whole, name)
+
+    def _assembles(self, seen: Seen, whole: torch.Tensor, name: str) -> None:
         recipe = seen.recipe
         matrix = whole.as_strided((recipe.rows, recipe.columns), (recipe.columns, 1), 0)
 
         def gives(size: int, alike: _Alike) -> bool:
             return all(alike(tiles([recipe.all], span)[0], span.of(matrix)) for span in spans(recipe.rows, size))
 
-        failed = self._failed.setdefault(_ASSEMBLED, set())
-        for size in self.rows:
-            if size not in failed and not self._try(_ASSEMBLED, size, partial(gives, size)):
-                failed.add(size)
-                self.wrong = name
+        self._try(_ASSEMBLED, self.rows, gives, name)
 
-    def _try(self, key: str, size: int, gives: Callable[[_Alike], bool]) -> bool:
+    def _try(self, key: str, sizes: Sequence[int], gives: Callable[[int, _Alike], bool], name: str) -> None:
+        at = self._first.get(key, 0)
+        while at < len(sizes) and not self._gives(key, at, partial(gives, sizes[at])):
+            self.wrong = name
+            at += 1
+        self._first[key] = at if sizes else 1
+
+    def _gives(self, key: str, at: int, gives: Callable[[_Alike], bool]) -> bool:
         differs = False
 
         def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -117,55 +118,47 @@ class Proof:
         except Exception:  # of a combination of ops that the rules do not foresee: it never runs in tiles
             return False
         if differs:
-            self._rounded.setdefault(key, set()).add(size)
+            self._rounded.add((key, at))
         return given
 
-    def results(self, tokens: int) -> list[Sizes]:
-        """The ways in which the step may run, with more memory and fewer products first.
-
-        tokens: the number of rows of the logits.
+    def again(self) -> Proof | None:
+        """The proof of another step: of larger tiles, where the smallest ones did not give the bits of some exit and larger
+        ones did. None if there is nothing to gain.
         """
-        least = self.result(tokens) if self.exits or self._readers else None
-        if least is None:
-            return []
-        products = self._products | self._by_columns
-        if not (self._products and self._by_columns) or products & least.assembled:
-            return [least]
-        rounded = least.rounded - products
-        whole = replace(least, columns=0, ops=least.ops - products, assembled=least.assembled | products, rounded=rounded)
-        return [whole, least]
-
-    def result(self, tokens: int) -> Sizes | None:
-        """The smallest tiles with which the fewest ops read whole tensors; None if there are none.
-
-        tokens: the number of rows of the logits.
-        """
-        sizes = [size for size in self.rows if size not in self._failed.get(_ASSEMBLED, ())]
-        if not sizes:
-            return None
-        rows = min(sizes, key=lambda size: (len(self._whole(self._products_and_others, size)), size))
-        whole = self._whole(self._products_and_others, rows)
-        columns = [size for size in self.columns if not self._whole(self._by_columns, size)]
-        if not columns or whole & self._products or _PRODUCT in self._readers:
-            columns = []  # a gradient that is whole for one product is whole for both
-            whole |= self._by_columns | self._products
-        chosen = {key: columns[-1] if key in self._by_columns else rows for key in self._failed if key not in whole}
-        return Sizes(
-            rows=rows,
-            columns=columns[-1] if columns and self._by_columns else 0,
-            tokens=tokens,
-            ops=frozenset(self.ops | (chosen.keys() - {_ASSEMBLED})),
-            assembled=frozenset(whole | self._readers),
-            rounded=frozenset(key for key, size in chosen.items() if size in self._rounded.get(key, ())),
+        by_rows = self._first.keys() - self._by_columns
+        rows, columns = (
+            max((at for key in keys if (at := self._first[key]) < len(sizes)), default=0)
+            for keys, sizes in ((by_rows, self.rows), (self._by_columns, self.columns))
         )
+        return Proof(self.rows[rows:], self.columns[columns:], self.rounding) if rows or columns else None
 
-    @property
-    def _products_and_others(self) -> set[str]:
-        return self._failed.keys() - self._by_columns - {_ASSEMBLED}
+    def results(self, tokens: int) -> list[Sizes]:
+        """The ways in which the step may run, in the smallest tiles, with more memory and fewer products first.
 
-    def _whole(self, keys: set[str], size: int) -> set[str]:
-        """Which of these exits this size does not give."""
-        return {key for key in keys if size in self._failed[key]}
+        tokens: the number of rows of the logits.
+        """
+        if not self.rows or not self._first or self._first.get(_ASSEMBLED, 0):
+            return []
+        whole = {key for key, at in self._first.items() if at}
+        products = self._products | self._by_columns
+        if whole & products or _PRODUCT in self._readers:  # a gradient that is whole for one product is whole for both
+            whole |= products
+        least = self._sizes(tokens, whole)
+        if not (self._products and self._by_columns) or products & whole:
+            return [least]
+        return [self._sizes(tokens, whole | products), least]
+
+    def _sizes(self, tokens: int, whole: set[str]) -> Sizes:
+        """`whole`: keys of the exits that read whole tensors."""
+        tiled = self._first.keys() - whole
+        return Sizes(
+            rows=self.rows[0],
+            columns=self.columns[0] if tiled & self._by_columns else 0,
+            tokens=tokens,
+            ops=frozenset(self.ops | (tiled - {_ASSEMBLED})),
+            assembled=frozenset(whole | self._readers),
+            rounded=frozenset(key for key in tiled if (key, 0) in self._rounded),
+        )
 
 
 _Alike = Callable[[torch.Tensor, torch.Tensor], bool]
