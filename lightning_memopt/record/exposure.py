@@ -30,6 +30,7 @@ from lightning_memopt.torch_private import AUTOGRAD, innermost_hooks, no_dispatc
 Watcher = Callable[[torch.Tensor, bool], None]
 Resize = Callable[[torch.Tensor], None]
 Hook = Callable[[torch.Tensor], object]
+Opens = Callable[[torch.UntypedStorage], None]
 _silenced = threading.local()
 """`on`: whether listeners hear nothing about raw memory and sizes from this thread now."""
 
@@ -40,11 +41,13 @@ class _Listener(NamedTuple):
     exposes: called with a tensor whose memory is about to be handed out, and whether only its address is handed out.
     sets: called after a setting was set.
     hook: the pack hook of the forward.
+    opens: called with a storage that somebody reads without a tensor, before a tensor is made on it.
     """
 
     exposes: Watcher
     sets: Callable[[], None]
     hook: Hook
+    opens: Opens
 
 
 @contextlib.contextmanager
@@ -96,6 +99,8 @@ def _of_storage(original: Any) -> Any:
 
 
 def _tensor_on(storage: torch.UntypedStorage) -> torch.Tensor:
+    for listener in tuple(_forward_seams.listeners):
+        listener.opens(storage)
     with no_dispatch_modes():
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
@@ -159,14 +164,15 @@ _forward_seams: Seams[_Listener] = Seams(
 _size_seams: Seams[tuple[Resize, Resize]] = Seams(lambda: [(torch.UntypedStorage, "resize_", _resizing)], stays=True)
 
 
-def watching(watcher: Watcher, listener: Callable[[], None], hook: Hook) -> Listening:
+def watching(watcher: Watcher, listener: Callable[[], None], hook: Hook, opens: Opens = lambda storage: None) -> Listening:
     """While this listens, `watcher(t, address)` is called before anybody takes the raw memory of `t`, and `listener()` after
     somebody set one of the settings that change bits.
 
     `address` is true if only the memory's address is taken, false if an array or a capsule is. Saved-tensor hooks may be
-    forbidden while the innermost hook is `hook`, the pack hook of the caller.
+    forbidden while the innermost hook is `hook`, the pack hook of the caller. Where the memory is asked of a storage,
+    `opens(storage)` comes first: torch makes no tensor on a storage whose bytes are not there.
     """
-    return _forward_seams, _Listener(watcher, listener, hook)
+    return _forward_seams, _Listener(watcher, listener, hook, opens)
 
 
 def watching_sizes(before: Resize, after: Resize) -> Listening:

@@ -144,7 +144,7 @@ class Tiling(Part):
         weights = module.parameters(recurse=False) if head.module else module.parameters()
         self.mode = mode = TileMode(head.classes, work, notes=any(p.requires_grad for p in weights))
         self._step.enter_context(around_innermost(module, self._head_begins, self._head_ends))
-        raw = watching(mode.exposed, mode.settings_changed, _no_hook)
+        raw = watching(mode.exposed, mode.settings_changed, _no_hook, mode.opened)
         self._step.enter_context(listening_to([raw, (_reads, mode.asked), *told_of_compiled(mode.compiled)]))
         if not head.module:
             self._head_begins(module)  # its call has begun already

@@ -39,7 +39,7 @@ class Exit:
 
     @property
     def key(self) -> str:
-        return self._func._name
+        return self._func._name + self.reads.which
 
     def run(self, size: int, notes: bool) -> Any:
         """The results of the op, in tiles of `size` rows or columns. `notes`: a gradient will be made by columns."""
@@ -47,7 +47,7 @@ class Exit:
 
     def whole(self) -> Any:
         """The results of the op on whole tensors, which are made for it."""
-        return run_whole(self._func, self._args, {})
+        return run_whole(self._func, self._args, {}, {})
 
     def gives(self, size: int, result: Any, alike: Any) -> bool:
         """Whether tiles of this size give this result. `alike`: compares two tensors."""
@@ -112,7 +112,7 @@ class Product(Exit):
 
     @property
     def key(self) -> str:
-        return f"{self._func._name} by {'columns' if self.columns else 'rows'}"
+        return f"{self._func._name} by {'columns' if self.columns else 'rows'}{self.reads.which}"
 
     @property
     def n(self) -> int:

@@ -6,10 +6,13 @@ it.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
+from lightning_memopt.device.backends import backend_of, current_stream
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.record.tensors import PLAIN
 from lightning_memopt.torch_private import OpOverload
@@ -20,11 +23,13 @@ class Recipe(Protocol):
 
     like: a tensor of its sizes, strides and dtype, on the meta device.
     device: the device of its bytes.
+    stream: where they are made; None on the CPU.
     address: that of its storage, set by the native engine; None if that was freed, or has its bytes.
     """
 
     like: Any
     device: torch.device
+    stream: Any
     address: int | None
 
     def whole(self) -> torch.Tensor:
@@ -68,10 +73,15 @@ def set_recipe(t: torch.Tensor, recipe: Recipe) -> None:
     loaded().set_recipe(t, recipe)
 
 
-def fill(recipe: Recipe, value: torch.Tensor) -> int:
-    """The hollow tensor of a recipe gets the bytes of `value`. Returns a weak reference to its storage, which the caller frees.
+def fill(recipe: Recipe, make: Callable[[], torch.Tensor]) -> int:
+    """The hollow tensor of a recipe gets the bytes that `make` gives. Returns a weak reference to its storage, which the caller
+    frees. Call below autograd.
 
-    Call below autograd.
+    They are made where the plain op would have made them, and the current stream waits for that.
     """
-    reference: int = loaded().fill(recipe, value)
+    now = current_stream(recipe.device)
+    with contextlib.nullcontext() if now == recipe.stream else backend_of(recipe.device).streams.stream(recipe.stream):
+        reference: int = loaded().fill(recipe, make())
+    if now != recipe.stream:
+        now.wait_stream(recipe.stream)
     return reference

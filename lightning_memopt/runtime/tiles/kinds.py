@@ -42,7 +42,7 @@ class Zeros(Recipe):
 
     __slots__ = ()
 
-    def whole(self) -> torch.Tensor:
+    def computed(self, made: dict[int, torch.Tensor]) -> Any:
         return torch.zeros(self.like.size(), dtype=self.like.dtype, device=self.device)
 
     def tile(self, make: Make, span: Span) -> torch.Tensor:
@@ -218,9 +218,9 @@ class Placed(Recipe):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        _, size, *how = self.args
+        _, size, dim, *how = self.args
         rows = torch.arange(self.rows).view(size[:-1])
-        self.taken = _VIEWS[self.func](rows, *how).reshape(-1)
+        self.taken = _VIEWS[self.func](rows, dim % len(size), *how).reshape(-1)
 
     def tile(self, make: Make, span: Span) -> torch.Tensor:
         gradient = self.args[0]

@@ -25,6 +25,7 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -161,10 +162,10 @@ class TileMode(Outside):
             recipe = zeros_for(func, args, kwargs, self._rows, self._classes)
         if recipe is None and self.inside:
             recipe = self._product(func, args, kwargs)
-        if recipe is None or not self._may(func):
+        if recipe is None or not self._may(name_of(func)):
             return func(*args, **kwargs)
         self.took = isinstance(self.work, Sizes)
-        return self._made(recipe, func, args, kwargs)
+        return self._made(recipe, name_of(func), func, args, kwargs)
 
     def _product(self, func: OpOverload, args: tuple, kwargs: dict) -> Recipe | None:
         recipe = product_for(func, args, kwargs) if all(map(is_plain, tensors_in(args))) else None
@@ -176,16 +177,16 @@ class TileMode(Outside):
         self.outcome.heads += 1
         return recipe
 
-    def _may(self, func: OpOverload) -> bool:
+    def _may(self, name: str) -> bool:
         """Whether an op may run in tiles: in a proof, all may."""
-        return isinstance(self.work, Proof) or name_of(func) in self.work.ops
+        return isinstance(self.work, Proof) or name in self.work.ops
 
-    def _made(self, recipe: Recipe, func: OpOverload, args: tuple, kwargs: dict) -> torch.Tensor:
+    def _made(self, recipe: Recipe, name: str, func: OpOverload, args: tuple, kwargs: dict) -> torch.Tensor:
         """The result of an op that has a recipe."""
         self._rows.add(recipe.rows)
         self._follow(recipe)
         if isinstance(self.work, Proof):
-            self.work.ops.add(name_of(func))
+            self.work.ops.add(name)
             result: torch.Tensor = func(*args, **kwargs)
             self._knows(result, recipe)
             return result
@@ -212,21 +213,23 @@ class TileMode(Outside):
         found: Recipe | None = None
         if isinstance(self.work, Sizes):
             found = recipe_of(t)
-        if found is None and self._known and is_plain(t):
+        if found is None and self._known and is_plain(t) and t.layout == torch.strided:
             found = self._known.get(t)
         return found
 
     def _prove(self, proof: Proof, func: OpOverload, args: tuple, kwargs: dict) -> Any:
         known, named = self._seen(args, kwargs)
-        exit = None if named else exit_for(func, known)
-        recipe = None
-        if exit is None and not _is_view(func):
-            recipe = recipe_for(func, known, named, device_in((*known, *named.values())))
+        values = (*known, *named.values())
+        here = all(s.recipe.is_here for s in seen_in(values))
+        exit = exit_for(func, known) if here and not named else None
+        recipe, name = None, name_of(func, values)
+        if here and exit is None and not _is_view(func):
+            recipe = recipe_for(func, known, named, device_in(values))
         if recipe is not None and not func._schema.is_mutable:
-            return self._made(recipe, func, args, kwargs)
+            return self._made(recipe, name, func, args, kwargs)
         if recipe is None and exit is None and not _is_view(func):
-            for of, t in zip(seen_in((*known, *named.values())), self._with_recipes(args, kwargs), strict=True):
-                proof.read(of, t, func._name)
+            for of, t in zip(seen_in(values), self._with_recipes(args, kwargs), strict=True):
+                proof.read(of, t, name_of(func))
         result = func(*args, **kwargs)
         if exit is not None:
             proof.compare(exit, args[0], result)
@@ -235,7 +238,7 @@ class TileMode(Outside):
                 self._known.drop(t)
             if recipe is not None:
                 self._follow(recipe)
-                proof.ops.add(name_of(func))
+                proof.ops.add(name)
                 self._knows(args[0], recipe)
         return result
 
@@ -243,22 +246,25 @@ class TileMode(Outside):
         return [t for t in tensors_in((*args, *kwargs.values())) if self.recipe_of(t) is not None]
 
     def _defer(self, sizes: Sizes, func: OpOverload, args: tuple, kwargs: dict) -> Any:
-        key = func._name
+        key = name_of(func)
         if _is_view(func):
             view = view_of(args[0], func, args, kwargs) if args and recipe_of(args[0]) is not None else None
             if view is not None:
                 return view
         else:
             known, named = self._seen(args, kwargs)
-            exit = None if named else exit_for(func, known)
+            values = (*known, *named.values())
+            here = all(s.recipe.is_here for s in seen_in(values))
+            exit = exit_for(func, known) if here and not named else None
+            name = name_of(func, values)
             if exit is not None:
                 key = exit.key
                 if key in sizes.ops:
                     return self._leaves(sizes, exit)
-            elif self._may(func):
-                recipe = recipe_for(func, known, named, device_in((*known, *named.values())))
+            elif here and self._may(name):
+                recipe = recipe_for(func, known, named, device_in(values))
                 if recipe is not None and not func._schema.is_mutable:
-                    return self._made(recipe, func, args, kwargs)
+                    return self._made(recipe, name, func, args, kwargs)
                 if recipe is not None and recipe_of(args[0]) is not None:
                     self._follow(recipe)
                     set_recipe(args[0], recipe)
@@ -300,7 +306,7 @@ class TileMode(Outside):
                 address = recipe.address
                 if address is None:
                     continue
-                reference = fill(recipe, self._assembled(recipe, reader) if planned else recipe.whole())
+                reference = fill(recipe, partial(self._assembled, recipe, reader) if planned else recipe.whole)
                 self._known.add(address, reference, recipe)
                 if not planned:
                     self.outcome.read[reader] = self.outcome.read.get(reader, 0) + recipe.like.nbytes
@@ -339,6 +345,11 @@ class TileMode(Outside):
         self.asked(t, "data_ptr")
         if storage_id(t) in self._sources:
             self._make_all("raw memory")
+
+    @uncompiled
+    def opened(self, storage: torch.UntypedStorage) -> None:
+        """Somebody reads a storage without a tensor."""
+        self._make([r for r in list(self._recipes) if r.address == storage._cdata], "a storage's reader")
 
     @uncompiled
     def settings_changed(self) -> None:

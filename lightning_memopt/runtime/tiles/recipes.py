@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_memopt.device.backends import current_stream
 from lightning_memopt.torch_private import OpOverload
 
 
@@ -61,12 +62,16 @@ def spans(n: int, size: int, columns: bool = False) -> Iterator[Span]:
 
 
 class Seen(NamedTuple):
-    """An argument that is a view of a recipe's result, as the op got it."""
+    """An argument that is a view of a recipe's result, as the op got it.
+
+    plain: it has the dtype of the result, and no bit that says that it is negative or conjugate.
+    """
 
     recipe: Recipe
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    plain: bool = True
 
     @property
     def rows(self) -> int:
@@ -76,7 +81,7 @@ class Seen(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """Whether it has the columns of the result as its last dimension, and all its rows in order."""
-        if not self.size or self.size[-1] != self.recipe.columns or self.offset:
+        if not self.plain or not self.size or self.size[-1] != self.recipe.columns or self.offset:
             return False
         return self.rows == self.recipe.rows and self.stride == _contiguous(self.size)
 
@@ -84,7 +89,14 @@ class Seen(NamedTuple):
     def has_rows(self) -> bool:
         """Whether it has the columns of the result as its last dimension, and some of its rows."""
         columns = self.recipe.columns
-        if len(self.size) < 2 or self.size[-1] != columns or self.stride[-1] != 1 or self.offset % columns:
+        if (
+            not self.plain
+            or 0 in self.size
+            or len(self.size) < 2
+            or self.size[-1] != columns
+            or self.stride[-1] != 1
+            or self.offset % columns
+        ):
             return False
         return all(n == 1 or step % columns == 0 for n, step in zip(self.size[:-1], self.stride[:-1], strict=True))
 
@@ -92,7 +104,14 @@ class Seen(NamedTuple):
     def is_transposed(self) -> bool:
         """Whether it is the transposed matrix."""
         r = self.recipe
-        return (self.size, self.stride, self.offset) == ((r.columns, r.rows), (1, r.columns), 0)
+        return self.plain and (self.size, self.stride, self.offset) == ((r.columns, r.rows), (1, r.columns), 0)
+
+    @property
+    def which(self) -> str:
+        """Which part of the result it is: "" for all of it."""
+        if self.is_whole or self.is_transposed:
+            return ""
+        return f" of {'x'.join(map(str, self.size))} at {self.offset} by {'x'.join(map(str, self.stride))}"
 
     def taken(self) -> torch.Tensor:
         """Which rows of the result it has, in order; on the host."""
@@ -128,7 +147,8 @@ def seen(value: Any, of: Callable[[torch.Tensor], Recipe | None]) -> Any:
         recipe = of(value)
         if recipe is None:
             return value
-        return Seen(recipe, tuple(value.size()), tuple(value.stride()), int(value.storage_offset()))
+        plain = value.dtype == recipe.like.dtype and not value.is_neg() and not value.is_conj()
+        return Seen(recipe, tuple(value.size()), tuple(value.stride()), int(value.storage_offset()), plain)
     if type(value) in (list, tuple):
         return [seen(v, of) for v in value]
     return value
@@ -157,11 +177,16 @@ class Recipe:
     like: a tensor of its sizes, strides and dtype, on the meta device.
     device: the device of its bytes.
     address: that of the storage that has no bytes yet; None if there is none, or none any more.
+    stream: the one on which the op was called, and on which the bytes are made; None on the CPU.
     by_columns: whether it can be computed for tiles of columns, too.
+    depth: how many recipes depend on each other, up to this one.
     keeps_rows: whether each row is made of the same row of what it reads.
     """
 
-    __slots__ = ("__weakref__", "address", "args", "by_columns", "columns", "device", "func", "kwargs", "like", "rows")
+    __slots__ = (
+        *("__weakref__", "address", "args", "by_columns", "columns", "depth", "device", "func", "kwargs", "like", "rows"),
+        "stream",
+    )
     keeps_rows = True
 
     def __init__(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device, like: Any) -> None:
@@ -169,11 +194,13 @@ class Recipe:
         self.args = tuple(args)
         self.kwargs = kwargs
         self.device = device
+        self.stream = current_stream(device)
         self.like = like
         self.columns = int(like.size(-1))
         self.rows = like.numel() // max(1, self.columns)
         self.address: int | None = None
         self.by_columns: bool = all(s.recipe.by_columns for s in self.reads)
+        self.depth: int = 1 + max((s.recipe.depth for s in seen_in((*self.args, *self.kwargs.values()))), default=0)
 
     @property
     def reads(self) -> list[Seen]:
@@ -186,15 +213,24 @@ class Recipe:
         return [t for t in (*self.args, *self.kwargs.values()) if isinstance(t, torch.Tensor)]
 
     @property
+    def is_here(self) -> bool:
+        """Whether this thread now queues work where the op was called."""
+        return bool(self.stream == current_stream(self.device))
+
+    @property
     def all(self) -> Seen:
         """A view of its whole result, as a matrix."""
         return Seen(self, (self.rows, self.columns), (self.columns, 1), 0)
 
     def whole(self) -> torch.Tensor:
         """All of its bytes, on a storage of their own, by whole ops. Call below autograd."""
-        result = run_whole(self.func, self.args, self.kwargs)
+        result = self.computed({})
         assert isinstance(result, torch.Tensor)
         return result
+
+    def computed(self, made: dict[int, torch.Tensor]) -> Any:
+        """The result of its op on whole tensors. `made`: the recipes whose results are there already, by id."""
+        return run_whole(self.func, self.args, self.kwargs, made)
 
     def assembled(self, size: int) -> torch.Tensor:
         """All of its bytes, on a storage of their own, by tiles of `size` rows. Call below autograd."""
@@ -209,9 +245,11 @@ class Recipe:
         raise NotImplementedError
 
 
-def run_whole(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The result of an op on whole tensors, which are made for it. Call below autograd."""
-    made: dict[int, torch.Tensor] = {}
+def run_whole(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], made: dict[int, torch.Tensor]) -> Any:
+    """The result of an op on whole tensors, which are made for it, each once. Call below autograd.
+
+    made: the results that are there already, by the id of their recipe.
+    """
 
     def real(value: Any) -> Any:
         if type(value) is list:
@@ -219,7 +257,7 @@ def run_whole(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         if type(value) is not Seen:
             return value
         if id(value.recipe) not in made:
-            made[id(value.recipe)] = value.recipe.whole()
+            made[id(value.recipe)] = value.recipe.computed(made)
         return made[id(value.recipe)].as_strided(value.size, value.stride, value.offset)
 
     return func(*map(real, args), **{k: real(v) for k, v in kwargs.items()})

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lightning_memopt.record.tensors import tensors_in
 from lightning_memopt.runtime.tiles.hollow import twin
 from lightning_memopt.runtime.tiles.kinds import (
     LogSoftmax,
@@ -51,6 +52,8 @@ _REDUCING = {
 }
 """Ops on each row alone that make something smaller -> which argument is the dimension."""
 _PLACED = (_ATEN.slice_backward.default, _ATEN.select_backward.default)
+_DEEPEST = 64
+"""Maximum number of recipes that depend on each other: a tile calls one inside of another."""
 _ZEROS = (_ATEN.zeros.default, _ATEN.new_zeros.default, _ATEN.zeros_like.default)
 
 
@@ -62,7 +65,9 @@ def recipe_for(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], de
     first = given[0]
     if not all(s.has_rows and (s.rows, s.recipe.columns) == (first.rows, first.recipe.columns) for s in given):
         return None
-    if kwargs.get("device") not in (None, device):
+    if kwargs.get("device") not in (None, device) or any(
+        t.layout != torch.strided for t in tensors_in((*args, *kwargs.values()))
+    ):
         return None
     writes = func._schema.is_mutable
     made_by = _making_a_new_tensor(func) if writes else func
@@ -71,13 +76,16 @@ def recipe_for(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], de
     kind = _kind(made_by, args, given)
     if kind is None:
         return None
-    like = made_by(*(_meta(a) for a in args), **{k: _meta(v) for k, v in kwargs.items() if k != "device"})
+    try:
+        like = made_by(*(_meta(a) for a in args), **{k: _meta(v) for k, v in kwargs.items() if k != "device"})
+    except Exception:  # the op refuses its arguments, or does not know this device: it runs as it is
+        return None
     if not isinstance(like, torch.Tensor) or not like.is_contiguous() or like.size(-1) != first.recipe.columns:
         return None
     if writes and like.dtype != first.recipe.like.dtype:
         return None
     made = kind(made_by, args, kwargs, device, like)
-    return made if made.rows == first.rows or isinstance(made, Placed) else None
+    return made if made.depth <= _DEEPEST and (made.rows == first.rows or isinstance(made, Placed)) else None
 
 
 def _kind(func: OpOverload, args: Sequence[Any], given: Sequence[Seen]) -> Kind | None:
@@ -117,10 +125,12 @@ def _is_last(dim: Any, of: Seen) -> bool:
     return dim in (-1, len(of.size) - 1, [-1], [len(of.size) - 1])
 
 
-def name_of(func: OpOverload) -> str:
-    """The name by which an op is known to have a recipe: that of the op that makes a new tensor."""
+def name_of(func: OpOverload, values: Iterable[Any] = ()) -> str:
+    """The name by which an op on these arguments (`seen`) is compared with tiles: that of the op that makes a new tensor, and
+    which rows it reads, because another number of rows may round in another way.
+    """
     made = _making_a_new_tensor(func) if func._schema.is_mutable else None
-    return (made or func)._name
+    return (made or func)._name + "".join(s.which for s in seen_in(values))
 
 
 def _making_a_new_tensor(func: OpOverload) -> OpOverload | None:
@@ -135,7 +145,13 @@ def may_be_lost(args: Sequence[Any]) -> bool:
     each row, and no weights of classes.
     """
     scores, target, weight = args[:3]
-    return type(scores) is Seen and len(scores.size) == 2 and weight is None and isinstance(target, torch.Tensor)
+    return (
+        type(scores) is Seen
+        and len(scores.size) == 2
+        and weight is None
+        and isinstance(target, torch.Tensor)
+        and target.dtype == torch.int64
+    )
 
 
 def _is_pointwise(func: OpOverload) -> bool:
@@ -174,15 +190,17 @@ def zeros_for(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], row
     size = args[0 if func is _ATEN.zeros.default else 1] if func is not _ATEN.zeros_like.default else args[0].size()
     if len(size) < 2 or size[-1] != columns or prod(size[:-1]) not in rows:
         return None
+    if kwargs.get("pin_memory") or kwargs.get("layout") not in (None, torch.strided):
+        return None
     like = func(*map(_meta, args), **{k: v for k, v in kwargs.items() if k != "device"} | {"device": "meta"})
-    if not like.is_contiguous() or like.layout != torch.strided:
+    if not like.is_contiguous():
         return None
     given = kwargs.get("device")
     if given is None:
         device = args[0].device if isinstance(args[0], torch.Tensor) else torch.get_default_device()
     else:
         device = torch.device(given)
-    return Zeros(func, (), {}, device, like)
+    return None if device.type == "meta" else Zeros(func, (), {}, device, like)
 
 
 def device_in(values: Iterable[Any]) -> torch.device:
