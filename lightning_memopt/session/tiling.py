@@ -6,7 +6,7 @@
     observed in tiles        the graph of the step in tiles, for which a plan is made like for any other step
 
 The plan for the step in tiles is compared with the one for the step as it is. Where that one keeps the budget in less time, the
-head stays whole.
+head stays whole. Ranks that train together decide together, after each of these steps (ranks/shared_heads.py).
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ from lightning_memopt.record import (
     uncompiled,
     watching,
 )
+from lightning_memopt.record.gathered import units_of
 from lightning_memopt.runtime.tiles import Proof, Sizes, TileMode
 from lightning_memopt.session.forward.recording import Recording, in_checkpoint
 from lightning_memopt.session.judge.states import Running
 from lightning_memopt.session.observe.observing import Observing
 from lightning_memopt.session.parts import Part, Parts
+from lightning_memopt.session.ranks.agreement import Agreement
+from lightning_memopt.session.ranks.shared_heads import Cost, Known
 from lightning_memopt.session.solve.foresight import unmodified_peak
 from lightning_memopt.session.solve.solving import Solved
 from lightning_memopt.solvers import planner
@@ -70,15 +73,19 @@ class _Signature:
     phase: what the next observed step is for; `whole`: its head stays whole.
     head: the head, if there is one.
     plain: the graph of the step as it is.
-    proved: the step that is over was one that proves: its graph is not that of a usual step.
+    proof: the sizes of tiles that were compared; None before a step has done so.
+    why: what that step showed against tiles; "" if nothing.
     flags: the numeric settings under which tiles were compared, the number of threads among them.
+    pays: whether a plan in tiles is better than one without, after a step in tiles.
     """
 
     phase: Literal["look", "prove", "tiled", "whole"] = "look"
     head: TiledHead | None = None
     plain: Graph | None = None
-    proved: bool = False
+    proof: Proof | None = None
+    why: str = ""
     flags: object = None
+    pays: bool = False
 
 
 _OTHER = _Signature(phase="whole")
@@ -91,15 +98,16 @@ class Tiling(Part):
     mode: the mode of this step; None where no head runs in tiles.
     """
 
-    def __init__(self, model: nn.Module, config: MemOptConfig, alone: bool, say: Say, parts: Parts) -> None:
-        """`alone`: no other process trains with this one. `parts`: those of the session; it is one if it is wanted."""
+    def __init__(self, model: nn.Module, config: MemOptConfig, meetings: Agreement, say: Say, parts: Parts) -> None:
+        """`meetings`: where ranks that train together decide. `parts`: those of the session; it is one if it is wanted."""
         self._model = model
         self._config = config
-        self._alone = alone
+        self._meetings = meetings
         self._say = say
         self._wanted = config.tile != "off"
         if self._wanted:
             parts.add(self)
+        self._sharded = self._wanted and bool(units_of(model))
         self._known: dict[object, _Signature] = {}
         self._now = _Signature()
         self._step = contextlib.ExitStack()
@@ -126,7 +134,7 @@ class Tiling(Part):
             work = None if head is None else self._work(state, head)
         elif isinstance(state, Observing) and head is not None:
             if self._now.phase == "tiled" and self._now.flags != numeric_flags():
-                self._now.phase = "prove"
+                self._now.phase, self._now.proof = "prove", None
                 self._now.head = head = replace(head, rows=head.tokens, columns=head.classes)
             if self._now.phase == "prove":
                 work = _sizes(head)
@@ -223,57 +231,86 @@ class Tiling(Part):
         may = self._wanted and self._now.phase in ("look", "prove") and not self._why_not() and not surely
         return _UNKNOWN_NBYTES if may else by_regions(surely)
 
-    def observes_again(self, graph: Graph, limit_nbytes: int | None, machine: Machine) -> bool:
-        """A step of this signature was observed. Returns whether another one must be, before a plan is made."""
+    def observes_again(self, state: Observing, graph: Graph, limit_nbytes: int | None, machine: Machine) -> bool:
+        """A step of this state was observed. Returns whether another one must be, before a plan is made."""
         now = self._now
-        if self._wanted and now.phase == "look":
-            return self._look(graph, limit_nbytes, machine)
-        again, now.proved = now.proved or now.phase == "prove", False
+        if now.phase == "look" and not state.plans_next and not self._meetings.alone:
+            return False  # ranks look together, at the step of which they would plan
+        own = self._shown(now, graph, limit_nbytes, machine)
+        together = self._meetings.known(own)
+        again = self._wanted and self._goes_on(now, own if together is None else together)
+        if again and together is not None:
+            self._meetings.observes_again()
         return again
 
-    def _look(self, graph: Graph, limit_nbytes: int | None, machine: Machine) -> bool:
-        now = self._now
-        now.phase = "whole"
-        if limit_nbytes is not None and unmodified_peak(graph, machine) <= limit_nbytes:
-            return False
-        op = head_of(graph)
-        head = None if op is None else _head(graph, op, self._model)
-        why = self._why_not()
-        if head is None or why:
-            self._tell(why or "no product of matrices was found from which a loss takes the logarithm of a softmax")
-            return False
-        now.phase = "prove"
-        now.head = head
-        now.plain = graph
-        return True
+    def _shown(self, now: _Signature, graph: Graph, limit_nbytes: int | None, machine: Machine) -> Known:
+        """What the step has shown."""
+        if not self._wanted:
+            return Known("whole", why="tile='off'")
+        if now.phase == "look":
+            needed = limit_nbytes is None or unmodified_peak(graph, machine) > limit_nbytes
+            op = head_of(graph) if needed or not self._meetings.alone else None
+            now.head, now.plain = None if op is None else _head(graph, op, self._model), graph
+            why = self._why_not()
+            if now.head is None:
+                why = why or "no product of matrices was found from which a loss takes the logarithm of a softmax"
+            return Known("look", why, needed, _key(now.head))
+        if now.phase == "prove":
+            proof = now.proof
+            if proof is None:
+                return Known("prove, but no head ran")
+            return Known("prove", now.why, True, _key(now.head), tuple(proof.rows), tuple(proof.columns), tuple(proof.ops))
+        if now.phase == "tiled" and now.plain is not None:
+            whole, tiled = self._costs(now.plain, graph, limit_nbytes, machine)
+            return Known("tiled", "", True, _key(now.head), whole=whole, tiled=tiled)
+        return Known("whole")
+
+    def _goes_on(self, now: _Signature, known: Known) -> bool:
+        """Decide by what this rank, or all together, know. Returns whether another step is observed."""
+        if now.phase == "look":
+            now.phase = "prove" if known.needed and not known.why else "whole"
+            if known.needed:
+                self._tell(known.why)
+            return now.phase == "prove"
+        if now.phase == "prove":  # its graph is not that of a usual step
+            if known.why or now.proof is not None:
+                why = known.why or self._choose(now, now.proof, known)
+                now.phase = "whole" if why else "tiled"
+                self._tell(why)
+            return True
+        if now.phase == "tiled":
+            now.pays = known.pays and not known.why
+            self._tell(known.why or ("" if now.pays else "plans without tiles are no worse"))
+        return False
+
+    def _choose(self, now: _Signature, proof: Proof | None, known: Known) -> str:
+        """Choose the smallest tiles. Returns why there are none; "" if there are."""
+        assert proof is not None and now.head is not None
+        if not known.rows or (proof.by_columns and not known.columns):
+            return "tiles of no size give the bits of the whole ops on all ranks"
+        now.head = replace(
+            now.head,
+            rows=known.rows[-1],
+            columns=known.columns[-1] if proof.by_columns else 0,
+            ops=tuple(sorted(known.ops)),
+            threads=torch.get_num_threads(),
+        )
+        return ""
 
     def _why_not(self) -> str:
-        if not self._alone:
-            return "several processes train together"
+        if self._sharded:
+            return "its weights are sharded over several processes (fully_shard)"
         if loaded() is None:
             return "the native engine is not there"
         return "" if loaded().can_be_hollow() else "they need a newer torch"
 
     def _proven(self, mode: TileMode, proof: Proof) -> None:
         """A step has compared tiles of some sizes."""
-        now, why = self._now, _why_wrong(mode, proof)
-        now.proved = True
-        if why or now.head is None:
-            now.phase = "whole"
-            self._tell(why)
-            return
-        now.phase = "tiled"
-        now.flags = numeric_flags()
-        now.head = replace(
-            now.head,
-            rows=proof.rows[-1],
-            columns=proof.columns[-1] if proof.by_columns else 0,
-            ops=tuple(sorted(proof.ops)),
-            threads=torch.get_num_threads(),
-        )
+        now = self._now
+        now.proof, now.why, now.flags = proof, _why_wrong(mode, proof), numeric_flags()
 
     def _tell(self, why: str) -> None:
-        if why not in self._said:
+        if why and why not in self._said:
             self._said.add(why)
             self._say(f"MemOpt: no loss head runs in tiles: {why}")
 
@@ -286,16 +323,15 @@ class Tiling(Part):
 
     # -- the plan ----------------------------------------------------------------------------------
 
-    def solved(self, solve: Solve, limit_nbytes: int | None, machine: Machine, graph: Graph) -> Solved:
+    def solved(self, solve: Solve, machine: Machine, graph: Graph) -> Solved:
         """Solve for the step of this graph. Where it ran in tiles, its plan does, unless a plan of the step as it is keeps the
         budget in less time.
         """
         now = self._now
         if now.phase != "tiled" or now.head is None or now.plain is None:
             return solve(graph)
-        if not self._pays(now.plain, graph, limit_nbytes, machine):
+        if not now.pays:
             now.phase = "whole"
-            self._tell("plans without tiles are no worse")
             return solve(now.plain)
         tiles = (now.head,)
         self._say(f"MemOpt: {tiles_text(tiles)}. Their bits were compared with those of the whole ops on this machine")
@@ -304,20 +340,21 @@ class Tiling(Part):
         frontier = replace(solved.frontier, tiles=tiles, unmodified_peak_nbytes=plain_nbytes)
         return solved._replace(frontier=frontier, plan=replace(solved.plan, tiles=tiles, unmodified_peak_nbytes=plain_nbytes))
 
-    def _pays(self, plain: Graph, tiled: Graph, limit_nbytes: int | None, machine: Machine) -> bool:
-        seconds = self._config.solver_seconds
+    def _costs(self, plain: Graph, tiled: Graph, limit_nbytes: int | None, machine: Machine) -> tuple[Cost, Cost]:
+        """What plans for the step as it is, and for the one in tiles, cost."""
         if limit_nbytes is None:
-            return planner.smallest_nbytes(tiled, machine) < planner.smallest_nbytes(plain, machine)
-        whole, tiles = (
-            planner.solve(g, machine, objective=self._config.objective, limit_seconds=seconds, budgets=(limit_nbytes,))
-            for g in (plain, tiled)
-        )
-        if whole.smallest_nbytes > limit_nbytes:
-            return True
-        if tiles.smallest_nbytes > limit_nbytes:
-            return False
-        costs = [f.graph.step_seconds + f.within(limit_nbytes).predicted.seconds for f in (whole, tiles)]
-        return costs[1] < costs[0]
+            return (1, planner.smallest_nbytes(plain, machine)), (1, planner.smallest_nbytes(tiled, machine))
+        seconds = self._config.solver_seconds
+
+        def cost(graph: Graph) -> Cost:
+            frontier = planner.solve(
+                graph, machine, objective=self._config.objective, limit_seconds=seconds, budgets=(limit_nbytes,)
+            )
+            if frontier.smallest_nbytes > limit_nbytes:
+                return 1, frontier.smallest_nbytes
+            return 0, frontier.graph.step_seconds + frontier.within(limit_nbytes).predicted.seconds
+
+        return cost(plain), cost(tiled)
 
 
 def _head(graph: Graph, op: Op, model: nn.Module) -> TiledHead | None:
@@ -328,6 +365,10 @@ def _head(graph: Graph, op: Op, model: nn.Module) -> TiledHead | None:
     classes = product.size[-1]
     rows = prod(product.size[:-1])
     return TiledHead(module=path, classes=classes, tokens=rows, rows=rows, columns=classes, unmade_nbytes=product.nbytes)
+
+
+def _key(head: TiledHead | None) -> tuple[Any, ...]:
+    return () if head is None else (head.module, head.classes, head.tokens)
 
 
 def _why_wrong(mode: TileMode, proof: Proof) -> str:

@@ -286,6 +286,7 @@ def test_a_loop_whose_head_stays_whole_is_told_why(loop):
     ran = compare(loop)
     assert not ran.tiled
     assert ran.why_whole
+    assert ran.status.plan is not None
 
 
 @pytest.mark.parametrize("loop", (autocast, retained, by_hand), ids=lambda loop: loop.__name__)
