@@ -35,6 +35,7 @@ from lightning_memopt.record import (
     told_of_compiled,
     uncompiled,
     watching,
+    watching_sizes,
 )
 from lightning_memopt.record.gathered import units_of
 from lightning_memopt.runtime.tiles import Proof, Sizes, TileMode
@@ -146,8 +147,9 @@ class Tiling(Part):
         weights = module.parameters(recurse=False) if head.module else module.parameters()
         self.mode = mode = TileMode(head.classes, work, notes=any(p.requires_grad for p in weights))
         self._step.enter_context(around_innermost(module, self._head_begins, self._head_ends))
-        raw = watching(mode.exposed, mode.settings_changed, _no_hook)
-        self._step.enter_context(listening_to([raw, (_reads, mode.asked), *told_of_compiled(mode.compiled)]))
+        raw = watching(mode.exposed, mode.settings_changed, _ignored)
+        sizes = watching_sizes(lambda t: mode.leaving([t], "resize_"), _ignored)
+        self._step.enter_context(listening_to([raw, sizes, (_reads, mode.asked), *told_of_compiled(mode.compiled)]))
         if not head.module:
             self._head_begins(module)  # its call has begun already
 
@@ -402,8 +404,8 @@ def _proven(head: TiledHead) -> Sizes:
     return Sizes(head.rows, head.columns, head.tokens, frozenset(head.ops))
 
 
-def _no_hook(t: torch.Tensor) -> torch.Tensor:
-    return t
+def _ignored(t: torch.Tensor) -> None:
+    pass
 
 
 def _reading(original: Any) -> Any:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -283,6 +283,16 @@ class TileMode(Outside):
         self.asked(t, "data_ptr")
         if self._recipes and storage_id(t) in self._sources:
             self._make(list(self._recipes), "raw memory")
+
+    @uncompiled
+    def leaving(self, memory: Iterable[torch.Tensor], reader: str) -> None:
+        """This memory is about to be freed, or resized, by `reader`. If recipes read it, they are made first."""
+        leaves = set(map(storage_id, memory))
+        if isinstance(self.work, Proof):
+            if any(storage_id(t) in leaves for recipe in self._proven.values() for t in recipe.tensors):
+                self._proven.clear()  # what reads them later cannot be compared
+        elif self._recipes and not self._sources.isdisjoint(leaves):
+            self._make(list(self._recipes), reader)
 
     @uncompiled
     def settings_changed(self) -> None:
