@@ -37,7 +37,7 @@ from lightning_memopt.record import (
     watching,
     watching_sizes,
 )
-from lightning_memopt.record.gathered import units_of
+from lightning_memopt.record.gathered import Event, around_units, is_there, units_of, weights_of
 from lightning_memopt.runtime.tiles import Proof, Sizes, TileMode
 from lightning_memopt.session.forward.recording import Recording, in_checkpoint
 from lightning_memopt.session.judge.states import Running
@@ -48,6 +48,7 @@ from lightning_memopt.session.ranks.shared_heads import Cost, Known
 from lightning_memopt.session.solve.foresight import unmodified_peak
 from lightning_memopt.session.solve.solving import Solved
 from lightning_memopt.solvers import planner
+from lightning_memopt.torch_private import keeps_weights, sharded_parameters
 from lightning_memopt.trace import backward_runs
 from lightning_memopt.units import format_nbytes
 
@@ -108,7 +109,6 @@ class Tiling(Part):
         self._wanted = config.tile != "off"
         if self._wanted:
             parts.add(self)
-        self._sharded = self._wanted and bool(units_of(model))
         self._known: dict[object, _Signature] = {}
         self._now = _Signature()
         self._step = contextlib.ExitStack()
@@ -144,12 +144,13 @@ class Tiling(Part):
         if head is None or work is None or self._why_not():
             return
         module = self._model.get_submodule(head.module)
-        weights = module.parameters(recurse=False) if head.module else module.parameters()
-        self.mode = mode = TileMode(head.classes, work, notes=any(p.requires_grad for p in weights))
+        self.mode = mode = TileMode(head.classes, work, notes=any(p.requires_grad for p in self._weights(head)))
         self._step.enter_context(around_innermost(module, self._head_begins, self._head_ends))
         raw = watching(mode.exposed, mode.settings_changed, _ignored)
         sizes = watching_sizes(lambda t: mode.leaving([t], "resize_"), _ignored)
         self._step.enter_context(listening_to([raw, sizes, (_reads, mode.asked), *told_of_compiled(mode.compiled)]))
+        if units_of(self._model):
+            self._step.enter_context(around_units(self._of_unit))
         if not head.module:
             self._head_begins(module)  # its call has begun already
 
@@ -256,6 +257,8 @@ class Tiling(Part):
             why = self._why_not()
             if now.head is None:
                 why = why or "no product of matrices was found from which a loss takes the logarithm of a softmax"
+            elif not why and self._weights_leave(now.head):
+                why = "its weights are freed between forward and backward (fully_shard with reshard_after_forward=True)"
             return Known("look", why, needed, _key(now.head))
         if now.phase == "prove":
             proof = now.proof
@@ -300,11 +303,25 @@ class Tiling(Part):
         return ""
 
     def _why_not(self) -> str:
-        if self._sharded:
-            return "its weights are sharded over several processes (fully_shard)"
         if loaded() is None:
             return "the native engine is not there"
         return "" if loaded().can_be_hollow() else "they need a newer torch"
+
+    def _weights(self, head: TiledHead) -> list[nn.Parameter]:
+        module = self._model.get_submodule(head.module)
+        return list(module.parameters(recurse=not head.module))
+
+    def _weights_leave(self, head: TiledHead) -> bool:
+        """Whether sharded weights of a head are not in memory all the time from its forward to its backward."""
+        weights = set(map(id, self._weights(head)))
+        leaving = (unit for unit in units_of(self._model) if not keeps_weights(unit))
+        return any(id(present) in weights for unit in leaving for _, present, _ in sharded_parameters(unit))
+
+    def _of_unit(self, unit: Any, event: Event) -> contextlib.AbstractContextManager[None]:
+        if event == "leaving" and self.mode is not None:
+            reader = "" if backward_runs() or keeps_weights(unit) else "reshard_after_forward"
+            self.mode.leaving([weight for _, weight in weights_of(unit) if is_there(weight)], reader)
+        return contextlib.nullcontext()
 
     def _proven(self, mode: TileMode, proof: Proof) -> None:
         """A step has compared tiles of some sizes."""

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,12 +23,16 @@ import torch._dynamo  # optimizers would import it in each process
 import torch.nn.functional as F
 from torch import distributed, nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 from lightning_memopt import optimize
 from lightning_memopt.ranks import board, ranks
 from lightning_memopt.runtime.tiles import mode
 from lightning_memopt.session.tiling import Tiling
+from lightning_memopt.torch_private import local_tensor
 from lightning_memopt.trace import count_all
 from tests.cpu.lib.forked import failed, forked
 from tests.cpu.lib.process import digest
@@ -69,16 +73,20 @@ def train(
     steps: int = STEPS,
     joined: bool = False,
     inner: bool = False,
+    holds: bool = False,
+    before: Callable[[nn.Module, int], None] = lambda model, i: None,
     saves: Path | None = None,
+    wrap: Callable[[nn.Module], nn.Module] | None = None,
     ddp: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """A loop of this rank, and what it came to. `budget`: None for the plain run. `metric`: whether a step reads the logits.
-    `inner`: the model in the wrapper is given to `optimize`. `saves`: write the plan there.
+    `inner`: the model in the wrapper is given to `optimize`. `holds`: the loop reads the logits after the update. `before` runs
+    before each step. `saves`: the plan is written there. `wrap`: shards the model; else it is in DistributedDataParallel.
     """
     rank = distributed.get_rank()
     torch.manual_seed(1)
-    model = DistributedDataParallel(make(), **(ddp or {}))
+    model = DistributedDataParallel(make(), **(ddp or {})) if wrap is None else wrap(make())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     torch.manual_seed(5 + rank)
     seen, lines = list[Any](), list[str]()
@@ -92,28 +100,32 @@ def train(
         if joined:
             stack.enter_context(Join([model]))
         for i in range(steps):
+            before(model, i)
             for part in range(accumulate):
                 ids, labels = batch(accumulate * i + part, tokens(i))
-                with model.no_sync() if part + 1 < accumulate else contextlib.nullcontext():
+                with without_sync(model) if part + 1 < accumulate else contextlib.nullcontext():
                     logits, loss = model(ids, labels)
                     if loss is None:
                         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
                     if metric(i):
                         seen.append((logits.argmax(-1) == labels).sum().item())
-                    del logits
+                    if not holds:
+                        del logits
                     loss.backward()
                 seen.append(loss.item())
-            seen.append(digest([p.grad for p in model.parameters()]))
+            seen.append(digest([local_tensor(p.grad) for p in model.parameters()]))
             optimizer.step()
             optimizer.zero_grad()
+            if holds:
+                seen.append(digest(logits.detach()))
             if saves is not None and run is not None and i + 1 == steps:
                 run.save_plan(saves)
     status = None if run is None else run.status()
     plan = None if status is None else status.plan
     tiles = [] if plan is None else [[head.rows, head.columns, head.threads] for head in plan.tiles]
     return {
-        "state": digest(model.state_dict(), optimizer.state_dict(), seen),
-        "weights": [p.double().sum().item() for p in model.parameters()],
+        "state": digest(tree_map(local_tensor, [model.state_dict(), optimizer.state_dict()]), seen),
+        "weights": [whole(p).double().sum().item() for p in model.parameters()],
         "lines": lines,
         "whole": [line for line in lines if line.startswith("MemOpt: no loss head runs in tiles: ")],
         "tiles": tiles,
@@ -124,16 +136,62 @@ def train(
     }
 
 
+@contextlib.contextmanager
+def without_sync(model: nn.Module) -> Iterator[None]:
+    if isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+        return
+    model.set_requires_gradient_sync(False)  # type: ignore[operator]
+    yield
+    model.set_requires_gradient_sync(True)  # type: ignore[operator]
+
+
+def whole(t: torch.Tensor) -> torch.Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def sharded(head: bool | None = None) -> Callable[[nn.Module], nn.Module]:
+    """`head`: the head is sharded by itself, and this is its `reshard_after_forward`; None: it is a part of the rest."""
+
+    def shard(model: nn.Module) -> nn.Module:
+        for block in model.blocks:  # type: ignore[union-attr]
+            fully_shard(block)
+        if head is not None:
+            fully_shard(model.head, reshard_after_forward=head)  # type: ignore[arg-type]
+        return fully_shard(model)
+
+    return shard
+
+
+def freed_from_now_on(model: nn.Module, i: int) -> None:
+    """In the eighth step, when a plan in tiles is in force, the weights of the head begin to leave after the forward."""
+    if i == 7:
+        model.set_reshard_after_forward(True, recurse=False)  # type: ignore[operator]
+
+
+def proves_where_weights_leave(model: nn.Module, i: int) -> None:
+    """The weights of the head leave after the forward in the step that compares tiles, and not in the step before."""
+    if i == 3:
+        model.set_reshard_after_forward(True, recurse=False)  # type: ignore[operator]
+
+
+class Tied(LanguageModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embedding.weight
+
+
 def exact(budget: Any = "min", **options: Any) -> dict[str, Any]:
     return {"plain": train(None, **options), "tiled": train(budget, **options)}
 
 
-def in_budget(tokens: Callable[[int], int] = lambda i: TOKENS) -> dict[str, Any]:
+def in_budget(**options: Any) -> dict[str, Any]:
     """A budget that the step as it is does not keep on rank 1."""
-    smallest = train("min", tokens=tokens)
+    smallest = train("min", **options)
     budget = [(smallest["predicted"] + smallest["unmodified"]) // 2]
     distributed.broadcast_object_list(budget, src=1)
-    found = exact(budget[0], tokens=tokens)
+    found = exact(budget[0], **options)
     return {"budget": budget[0], "unmodified": smallest["unmodified"], **found}
 
 
@@ -200,7 +258,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "metric": lambda: exact(metric=lambda i: rank() == 0),
     "late_metric": lambda: exact(metric=lambda i: rank() == 0 and i > 6),
     "budget": in_budget,
-    "one_needs": lambda: in_budget(lambda i: TOKENS if rank() else TOKENS // 2),
+    "one_needs": lambda: in_budget(tokens=lambda i: TOKENS if rank() else TOKENS // 2),
     "given": given,
     "other_tokens": lambda: exact(tokens=lambda i: TOKENS - 16 * rank()),
     "other_once": lambda: exact(tokens=lambda i: TOKENS - 16 * (rank() == 1 and i == 2), steps=STEPS + 2),
@@ -209,6 +267,17 @@ CASES: dict[str, Callable[[], Any]] = {
     "off_on_one": lambda: exact(tile="exact" if rank() == 0 else "off"),
     "fewer_sizes": fewer_sizes,
     "joined": lambda: exact(joined=True, steps=STEPS + 2 * rank()),
+    "sharded": lambda: exact(wrap=sharded()),
+    "sharded_tied": lambda: exact(wrap=sharded(), make=Tied),
+    "sharded_held": lambda: exact(wrap=sharded(), holds=True),
+    "sharded_accumulates": lambda: exact(wrap=sharded(), accumulate=2),
+    "sharded_apart": lambda: exact(wrap=sharded(head=True)),
+    "sharded_leaves": lambda: exact(wrap=sharded(), before=proves_where_weights_leave),
+    "sharded_stays_held": lambda: exact(wrap=sharded(head=False), holds=True),
+    "sharded_changes": lambda: exact(wrap=sharded(), before=freed_from_now_on, steps=STEPS + 2),
+    "sharded_budget": lambda: in_budget(wrap=sharded()),
+    "sharded_late_metric": lambda: exact(wrap=sharded(), metric=lambda i: rank() == 0 and i > 6),
+    "sharded_other_tokens": lambda: exact(wrap=sharded(), tokens=lambda i: TOKENS - 16 * rank()),
     "raises": raises,
     "infeasible": infeasible,
 }

@@ -14,8 +14,10 @@ from tests.cpu.lib.written import needs_gloo, written
 SAME = ("default", "inner", "accumulates", "unused", "static", "views", "early", "budget", "fewer_sizes")
 OWN = ("other_tokens", "one_needs", "other_once", "all_differ", "joined", "given")
 WHOLE = ("one_cannot", "off_on_one", "metric")
+SHARDED_SAME = ("sharded", "sharded_tied", "sharded_held", "sharded_stays_held", "sharded_accumulates", "sharded_budget")
+SHARDED = ",".join((*SHARDED_SAME, "sharded_apart", "sharded_leaves", "sharded_changes", "sharded_late_metric"))
 TOGETHER = ",".join((*SAME, *OWN, *WHOLE, "late_metric"))
-ENDS = ("raises", "infeasible")
+GROUPS = (TOGETHER, SHARDED, "raises", "infeasible")
 pytestmark = [needs_gloo, pytest.mark.long]
 Outcome = dict[str, Any]
 
@@ -26,12 +28,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
     count_all(lambda _: None)
     if counter() is None:
         pytest.skip("tiles need the native engine")
-    found = written("tiled_ranks", tmp_path_factory.mktemp("ranks"), TOGETHER, *ENDS, timeout=300)
-    return {
-        name: [found[f"{group}.{rank}"][name] for rank in range(WORLD)]
-        for group in (TOGETHER, *ENDS)
-        for name in group.split(",")
-    }
+    found = written("tiled_ranks", tmp_path_factory.mktemp("ranks"), *GROUPS, timeout=300)
+    return {name: [found[f"{group}.{rank}"][name] for rank in range(WORLD)] for group in GROUPS for name in group.split(",")}
 
 
 def exact(ranks: list[Outcome]) -> list[Outcome]:
@@ -43,7 +41,7 @@ def exact(ranks: list[Outcome]) -> list[Outcome]:
     return tiled
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", (*SAME, *SHARDED_SAME))
 def test_all_ranks_train_by_one_plan_in_tiles(outcomes: dict[str, list[Outcome]], name: str) -> None:
     first, second = exact(outcomes[name])
     assert first["tiles"] and first["tiles"] == second["tiles"]
@@ -51,7 +49,7 @@ def test_all_ranks_train_by_one_plan_in_tiles(outcomes: dict[str, list[Outcome]]
     assert not first["whole"] and not second["whole"]
     for rank in (first, second):
         assert rank["measured"] == pytest.approx(rank["predicted"], rel=0.01) and rank["predicted"] < 0.5 * rank["unmodified"]
-    if name == "budget":
+    if "budget" in name:
         assert first["measured"] <= outcomes[name][0]["budget"] < first["unmodified"]
     if name == "fewer_sizes":
         assert [tiles["tiles"][0][:2] for tiles in exact(outcomes["default"])] == [[16, 128]] * 2
@@ -77,6 +75,8 @@ def test_a_rank_that_needs_no_tiles_runs_in_them_where_another_needs_them(outcom
         ("one_cannot", "on rank 1, the native engine is not there"),
         ("off_on_one", "on rank 1, tile='off'"),
         ("metric", "aten::argmax reads the logits"),
+        ("sharded_apart", "its weights are freed between forward and backward"),
+        ("sharded_leaves", "no loss reads the logits"),
     ],
 )
 def test_where_one_rank_cannot_none_does_and_a_line_says_why(outcomes: dict[str, list[Outcome]], name: str, why: str) -> None:
@@ -86,10 +86,17 @@ def test_where_one_rank_cannot_none_does_and_a_line_says_why(outcomes: dict[str,
     assert len(tiled[0]["whole"]) == 1 and why in tiled[0]["whole"][0]
 
 
-def test_logits_that_one_rank_reads_later_are_made_whole_there(outcomes: dict[str, list[Outcome]]) -> None:
-    first, second = exact(outcomes["late_metric"])
+@pytest.mark.parametrize("name", ["late_metric", "sharded_late_metric"])
+def test_logits_that_one_rank_reads_later_are_made_whole_there(outcomes: dict[str, list[Outcome]], name: str) -> None:
+    first, second = exact(outcomes[name])
     assert any("aten::argmax read logits" in line for line in first["lines"])
     assert second["tiles"] and not any("read logits" in line for line in second["lines"])
+
+
+def test_logits_are_made_whole_before_sharded_weights_leave(outcomes: dict[str, list[Outcome]]) -> None:
+    """From some step on, `reshard_after_forward` frees the weights of the head before the loss is there."""
+    for rank in exact(outcomes["sharded_changes"]):
+        assert any("reshard_after_forward read logits" in line for line in rank["lines"])
 
 
 def test_a_plan_of_a_file_is_checked_on_each_rank(outcomes: dict[str, list[Outcome]]) -> None:
