@@ -122,6 +122,8 @@ UNIT_HOOKS = ("unshard", "wait_for_unshard", "reshard", "pre_backward", "post_ba
 """Methods of a unit in which its weights are gathered and freed, and its gradients are reduced."""
 COLLECTIVE_HOOKS = ("unshard", "post_backward")
 """Those of them that run a collective themselves."""
+FREEING_HOOK = "reshard"
+"""The one that frees weights, where `frees_weights` says so. Others call it."""
 GLOO_THREADS = "pt_gloo_runloop"
 """The name that torch gives to the threads in which gloo runs collectives (Linux cuts names after 15 characters)."""
 
@@ -196,6 +198,17 @@ def in_pipeline(model: Any) -> bool:
 def keeps_weights(unit: Any) -> bool:
     """Whether a unit's weights stay in memory from its forward to its backward."""
     return not unit._reshard_after_forward
+
+
+def frees_weights(unit: Any) -> bool:
+    """Whether the hook of a unit that frees weights does so now."""
+    return unit._training_state is not _in_forward() or not keeps_weights(unit)
+
+
+@cache
+def _in_forward() -> Any:
+    """The state of a unit in its forward, until its weights were freed, or were not."""
+    return _named(f"{_FSDP2}._fsdp_common:TrainingState.FORWARD")
 
 
 def unsharded_parameter(parameter: Any) -> Any:
@@ -444,6 +457,7 @@ def _missing_of_fsdp2() -> list[str]:
     """The private names of FSDP2 that the installed torch does not have; imports FSDP2."""
     group, param = unit_class(), _named(f"{_FSDP2}._fsdp_param:FSDPParam")
     _state_of()
+    _in_forward()
     fake_store()
     _named(f"{_FSDP2}._fsdp_common:FSDPMeshInfo")
     _named("torch.distributed.pipelining.stage:_PipelineStageBase")

@@ -29,17 +29,21 @@ from lightning_memopt.record.settling import find_threads, settle
 from lightning_memopt.record.uncompiled import uncompiled
 from lightning_memopt.torch_private import (
     COLLECTIVE_HOOKS,
+    FREEING_HOOK,
     UNIT_HOOKS,
+    frees_weights,
     fsdp_units,
     may_be_sharded,
     unit_class,
     unsharded_parameter,
 )
 
-Event = Literal["hook", "entered", "left"]
-"""A hook of the unit runs; its forward has begun; its forward is over. At the latter two its weights are in memory."""
+Event = Literal["hook", "entered", "left", "leaving"]
+"""A hook of the unit runs; its forward has begun; its forward is over; its weights are about to be freed. At the latter three
+they are in memory, unless they were freed before.
+"""
 Listener = Callable[[Any, Event], contextlib.AbstractContextManager[None]]
-"""`listener(unit, event)` is a context around the hook. For "entered" and "left" nothing runs inside the context."""
+"""`listener(unit, event)` is a context around the hook. For other events than "hook" nothing runs inside the context."""
 
 
 def units_of(model: nn.Module) -> list[Any]:
@@ -69,9 +73,13 @@ def unseen_by(recorder: Outside) -> Iterator[None]:
         yield
 
 
-def _hiding(communicates: bool, original: Any) -> Any:
+def _hiding(name: str, original: Any) -> Any:
+    communicates, frees = name in COLLECTIVE_HOOKS, name == FREEING_HOOK
+
     @uncompiled
     def method(unit: Any, *args: Any, **kwargs: Any) -> Any:
+        if frees and frees_weights(unit):
+            _tell(unit, "leaving")
         with contextlib.ExitStack() as stack:
             for listener in tuple(_seams.listeners):
                 stack.enter_context(listener(unit, "hook"))
@@ -111,7 +119,7 @@ def _leaving(original: Any) -> Any:
 def _patches() -> Iterator[Patch]:
     cls = unit_class()
     for name in UNIT_HOOKS:
-        yield cls, name, partial(_hiding, name in COLLECTIVE_HOOKS)
+        yield cls, name, partial(_hiding, name)
     yield cls, "pre_forward", _entering
     yield cls, "post_forward", _leaving
 

@@ -101,7 +101,7 @@ class Session:
         self.pool = Pooling(config, self.device, self.say)
         if config.pool is not None:
             self._parts.add(self.pool)
-        self._tiling = Tiling(model, config, self._agreement.alone, self.say, self._parts)
+        self._tiling = Tiling(model, config, self._agreement, self.say, self._parts)
         self._neighbours = self._parts.add(Neighbours(self.device, self.budget_nbytes))
         self._early: EarlyUpdating | None = None
         self._attachment: Attachment | None = None
@@ -483,14 +483,14 @@ class Session:
         own = bool(graph.updates) and self._agreement.alone  # ranks update the same parameters early
         seconds = self._early.seconds(self.device) if self._early is not None and own else 0.0
         machine = machine_of(self.device, resident_tensors(self.model, self.optimizers, ()), seconds)
-        if regions.compiled_again(graph, limit, self.say, machine) or self._tiling.observes_again(graph, limit, machine):
+        if regions.compiled_again(graph, limit, self.say, machine) or self._tiling.observes_again(state, graph, limit, machine):
             self._become(state, cache.afresh(state, regions.changed))
             return
 
         def solve(step: Graph) -> Solved:
             return regions.in_plans(self._agreement.plan_for(step, limit, self._offloading, self.say, machine, self._foreseen))
 
-        self._become(state, cache.take_graph(state, graph, self.say, partial(self._tiling.solved, solve, limit, machine)))
+        self._become(state, cache.take_graph(state, graph, self.say, partial(self._tiling.solved, solve, machine)))
 
     def _become(self, old: State, new: State) -> None:
         if new is not old:

@@ -7,7 +7,7 @@
 
 A step can run in tiles in two ways: the gradient of the logits is never whole, or it is made whole once, from tiles, which
 takes a product less. The plans of both are compared with the one for the step as it is. What keeps the budget in the least
-time wins.
+time wins. Ranks that train together decide together, after each of these steps (ranks/shared_heads.py).
 """
 
 from __future__ import annotations
@@ -36,15 +36,20 @@ from lightning_memopt.record import (
     told_of_compiled,
     uncompiled,
     watching,
+    watching_sizes,
 )
+from lightning_memopt.record.gathered import Event, around_units, is_there, units_of, weights_of
 from lightning_memopt.runtime.tiles import HELD, Proof, Sizes, TileMode
 from lightning_memopt.session.forward.recording import Recording, in_checkpoint
 from lightning_memopt.session.judge.states import Running
 from lightning_memopt.session.observe.observing import Observing
 from lightning_memopt.session.parts import Part, Parts
+from lightning_memopt.session.ranks.agreement import Agreement
+from lightning_memopt.session.ranks.shared_heads import Cost, Known
 from lightning_memopt.session.solve.foresight import unmodified_peak
 from lightning_memopt.session.solve.solving import Solved
 from lightning_memopt.solvers import planner
+from lightning_memopt.torch_private import keeps_weights, sharded_parameters
 from lightning_memopt.trace import backward_runs
 from lightning_memopt.units import format_nbytes
 
@@ -67,23 +72,25 @@ class _Signature:
     """What is known of the steps of one input signature.
 
     phase: what the next observed step is for; `whole`: its head stays whole.
-    head: the head, if there is one, with tiles of all rows and columns.
+    head: the head, if there is one.
     plain: the graph of the step as it is.
-    proof: the next proof, if it is not the first one.
+    proof: what the step that is over has compared, or the next one compares; None for the first sizes.
+    proved: the step that is over has compared tiles.
+    flags: the numeric settings under which tiles were compared, the number of threads among them.
     ways: the tiles in which it may run.
     observed: the graphs of steps that ran in these ways, as far as they have.
-    proved: the step that is over was one that proves: its graph is not that of a usual step.
-    flags: the numeric settings under which tiles were compared, the number of threads among them.
+    best: which plan is the best: 0 for the one of the step as it is, else that of a way, from 1 on.
     """
 
     phase: Literal["look", "prove", "tiled", "whole"] = "look"
     head: TiledHead | None = None
     plain: Graph | None = None
     proof: Proof | None = None
-    ways: Sequence[TiledHead] = ()
-    observed: list[Graph] = field(default_factory=list)
     proved: bool = False
     flags: object = None
+    ways: Sequence[TiledHead] = ()
+    observed: list[Graph] = field(default_factory=list)
+    best: int = 0
 
 
 _OTHER = _Signature(phase="whole")
@@ -96,11 +103,11 @@ class Tiling(Part):
     mode: the mode of this step; None where no head runs in tiles.
     """
 
-    def __init__(self, model: nn.Module, config: MemOptConfig, alone: bool, say: Say, parts: Parts) -> None:
-        """`alone`: no other process trains with this one. `parts`: those of the session; it is one if it is wanted."""
+    def __init__(self, model: nn.Module, config: MemOptConfig, meetings: Agreement, say: Say, parts: Parts) -> None:
+        """`meetings`: where ranks that train together decide. `parts`: those of the session; it is one if it is wanted."""
         self._model = model
         self._config = config
-        self._alone = alone
+        self._meetings = meetings
         self._say = say
         self._wanted = config.tile != "off"
         if self._wanted:
@@ -141,11 +148,13 @@ class Tiling(Part):
         if head is None or work is None or self._why_not():
             return
         module = self._model.get_submodule(head.module)
-        weights = module.parameters(recurse=False) if head.module else module.parameters()
-        self.mode = mode = TileMode(head.classes, work, notes=any(p.requires_grad for p in weights))
+        self.mode = mode = TileMode(head.classes, work, notes=any(p.requires_grad for p in self._weights(head)))
         self._step.enter_context(around_innermost(module, self._head_begins, self._head_ends))
-        raw = watching(mode.exposed, mode.settings_changed, _no_hook, mode.opened)
-        self._step.enter_context(listening_to([raw, (_reads, mode.asked), *told_of_compiled(mode.compiled)]))
+        raw = watching(mode.exposed, mode.settings_changed, _ignored, mode.opened)
+        sizes = watching_sizes(lambda t: mode.leaving([t], "resize_"), _ignored)
+        self._step.enter_context(listening_to([raw, sizes, (_reads, mode.asked), *told_of_compiled(mode.compiled)]))
+        if units_of(self._model):
+            self._step.enter_context(around_units(self._of_unit))
         if not head.module:
             self._head_begins(module)  # its call has begun already
 
@@ -194,7 +203,7 @@ class Tiling(Part):
         if mode.outcome.tokens and isinstance(mode.work, Sizes):
             self._tell(f"they were compared for {mode.work.tokens:,} tokens, and some steps have others")
         if isinstance(mode.work, Proof):
-            self._proven(mode.work)
+            self._now.proof, self._now.proved, self._now.flags = mode.work, True, numeric_flags()
         elif planned and mode.outcome.heads and mode.work.checked:
             self._given = not mode.outcome.wrong
             self._flags = numeric_flags()
@@ -229,58 +238,105 @@ class Tiling(Part):
         may = self._wanted and self._now.phase in ("look", "prove") and not self._why_not() and not surely
         return _UNKNOWN_NBYTES if may else by_regions(surely)
 
-    def observes_again(self, graph: Graph, limit_nbytes: int | None, machine: Machine) -> bool:
-        """A step of this signature was observed. Returns whether another one must be, before a plan is made."""
+    def observes_again(self, state: Observing, graph: Graph, limit_nbytes: int | None, machine: Machine) -> bool:
+        """A step of this state was observed. Returns whether another one must be, before a plan is made."""
         now = self._now
-        if self._wanted and now.phase == "look":
-            return self._look(graph, limit_nbytes, machine)
-        if now.phase == "tiled" and not now.proved:
-            now.observed.append(graph)
-        again, now.proved = now.proved or now.phase == "prove", False
-        return again or (now.phase == "tiled" and len(now.observed) < len(now.ways))
+        if now.phase == "look" and not state.plans_next and not self._meetings.alone:
+            return False  # ranks look together, at the step of which they would plan
+        own = self._shown(now, graph, limit_nbytes, machine)
+        together = self._meetings.known(own)
+        again = self._wanted and self._goes_on(now, own if together is None else together)
+        if again and together is not None:
+            self._meetings.observes_again()
+        return again
 
-    def _look(self, graph: Graph, limit_nbytes: int | None, machine: Machine) -> bool:
-        now = self._now
-        now.phase = "whole"
-        if limit_nbytes is not None and unmodified_peak(graph, machine) <= limit_nbytes:
-            return False
-        op = head_of(graph)
-        head = None if op is None else _head(graph, op, self._model)
-        why = self._why_not()
-        if head is None or why:
-            self._tell(why or "no product of matrices was found from which a loss takes the logarithm of a softmax")
-            return False
-        now.phase = "prove"
-        now.head = head
-        now.plain = graph
-        return True
+    def _shown(self, now: _Signature, graph: Graph, limit_nbytes: int | None, machine: Machine) -> Known:
+        """What the step has shown."""
+        if not self._wanted:
+            return Known("whole", why="tile='off'")
+        if now.phase == "look":
+            needed = limit_nbytes is None or unmodified_peak(graph, machine) > limit_nbytes
+            op = head_of(graph) if needed or not self._meetings.alone else None
+            now.head, now.plain = None if op is None else _head(graph, op, self._model), graph
+            why = self._why_not()
+            if now.head is None:
+                why = why or "no product of matrices was found from which a loss takes the logarithm of a softmax"
+            elif not why and self._weights_leave(now.head):
+                why = "its weights are freed between forward and backward (fully_shard with reshard_after_forward=True)"
+            return Known("look", why, needed, _key(now.head))
+        if now.phase == "prove" and now.proved and now.proof is not None and now.head is not None:
+            again = now.proof.again()
+            ways = now.proof.results(now.head.tokens) if again is None else []
+            why = ""
+            if again is None and not ways:
+                wrong = now.proof.wrong
+                why = _other_bits(wrong) if wrong else "no loss reads the logits in a way that can run on tiles"
+            return Known("prove", why, True, _key(now.head), again is not None, len(ways))
+        if now.phase == "tiled" and now.plain is not None:
+            now.observed.append(graph)
+            if len(now.observed) < len(now.ways):
+                return Known("tiled", "", True, _key(now.head))
+            costs = tuple(self._cost(each, limit_nbytes, machine) for each in (now.plain, *now.observed))
+            return Known("tiled", "", True, _key(now.head), costs=costs)
+        return Known("prove, but no head ran" if now.phase == "prove" else "whole")
+
+    def _goes_on(self, now: _Signature, known: Known) -> bool:
+        """Decide by what this rank, or all together, know. Returns whether another step is observed."""
+        if now.phase == "look":
+            now.phase = "prove" if known.needed and not known.why else "whole"
+            if known.needed:
+                self._tell(known.why)
+            return now.phase == "prove"
+        if now.phase == "prove":  # its graph is not that of a usual step
+            self._prove_on(now, known)
+            return True
+        if now.phase == "tiled" and known.why:
+            self._tell(known.why)
+            now.best = 0
+        elif now.phase == "tiled":
+            if not known.costs:
+                return True
+            now.best = known.best
+            self._tell("" if now.best else "plans without tiles are no worse")
+        return False
+
+    def _prove_on(self, now: _Signature, known: Known) -> None:
+        """After a step that proves tiles, or should have."""
+        if known.why:
+            now.phase = "whole"
+            self._tell(known.why)
+        elif now.proof is not None and now.head is not None and now.proved:
+            if known.again:
+                now.proof = now.proof.again() or now.proof.anew()
+            else:
+                head = now.head
+                now.ways = [_tiled(head, sizes) for sizes in now.proof.results(head.tokens)[-known.ways :]]
+                now.phase, now.observed = "tiled", []
+        now.proved = False
 
     def _why_not(self) -> str:
-        if not self._alone:
-            return "several processes train together"
         if loaded() is None:
             return "the native engine is not there"
         return "" if loaded().can_be_hollow() else "they need a newer torch"
 
-    def _proven(self, proof: Proof) -> None:
-        """A step has compared tiles of some sizes."""
-        now = self._now
-        now.proved = True
-        head = now.head
-        now.proof = proof.again()
-        if now.proof is not None:
-            return
-        ways = proof.results(head.tokens) if head is not None else []
-        if head is None or not ways:
-            now.phase = "whole"
-            self._tell(_other_bits(proof.wrong) if proof.wrong else "no loss reads the logits in a way that can run on tiles")
-            return
-        now.phase = "tiled"
-        now.flags = numeric_flags()
-        now.ways = [_tiled(head, sizes) for sizes in ways]
+    def _weights(self, head: TiledHead) -> list[nn.Parameter]:
+        module = self._model.get_submodule(head.module)
+        return list(module.parameters(recurse=not head.module))
+
+    def _weights_leave(self, head: TiledHead) -> bool:
+        """Whether sharded weights of a head are not in memory all the time from its forward to its backward."""
+        weights = set(map(id, self._weights(head)))
+        leaving = (unit for unit in units_of(self._model) if not keeps_weights(unit))
+        return any(id(present) in weights for unit in leaving for _, present, _ in sharded_parameters(unit))
+
+    def _of_unit(self, unit: Any, event: Event) -> contextlib.AbstractContextManager[None]:
+        if event == "leaving" and self.mode is not None:
+            reader = HELD if backward_runs() or keeps_weights(unit) else "reshard_after_forward"
+            self.mode.leaving([weight for _, weight in weights_of(unit) if is_there(weight)], reader)
+        return contextlib.nullcontext()
 
     def _tell(self, why: str) -> None:
-        if why not in self._said:
+        if why and why not in self._said:
             self._said.add(why)
             self._say(f"MemOpt: no loss head runs in tiles: {why}")
 
@@ -294,19 +350,17 @@ class Tiling(Part):
 
     # -- the plan ----------------------------------------------------------------------------------
 
-    def solved(self, solve: Solve, limit_nbytes: int | None, machine: Machine, graph: Graph) -> Solved:
+    def solved(self, solve: Solve, machine: Machine, graph: Graph) -> Solved:
         """Solve for the step of this graph. Where it ran in tiles, its plan does, unless a plan of the step as it is keeps the
         budget in less time.
         """
         now = self._now
         if now.phase != "tiled" or now.plain is None:
             return solve(graph)
-        best = self._best([now.plain, *now.observed], limit_nbytes, machine)
-        if not best:
+        if not now.best:
             now.phase = "whole"
-            self._tell("plans without tiles are no worse")
             return solve(now.plain)
-        graph, tiles = now.observed[best - 1], (now.ways[best - 1],)
+        graph, tiles = now.observed[now.best - 1], (now.ways[now.best - 1],)
         now.ways, now.observed = tiles, []
         self._say(f"MemOpt: {tiles_text(tiles)}. Their bits were compared with those of the whole ops on this machine")
         solved = solve(graph)
@@ -314,19 +368,15 @@ class Tiling(Part):
         frontier = replace(solved.frontier, tiles=tiles, unmodified_peak_nbytes=plain_nbytes)
         return solved._replace(frontier=frontier, plan=replace(solved.plan, tiles=tiles, unmodified_peak_nbytes=plain_nbytes))
 
-    def _best(self, graphs: Sequence[Graph], limit_nbytes: int | None, machine: Machine) -> int:
-        """Which of these ways to run a step has the best plan: the first one of the smallest if none keeps the limit."""
+    def _cost(self, graph: Graph, limit_nbytes: int | None, machine: Machine) -> Cost:
+        """What the best plan for the step of this graph costs."""
         if limit_nbytes is None:
-            smallest = [planner.smallest_nbytes(graph, machine) for graph in graphs]
-            return smallest.index(min(smallest))
+            return 1, planner.smallest_nbytes(graph, machine)
         objective, seconds = self._config.objective, self._config.solver_seconds
-        ranks = []
-        for graph in graphs:
-            frontier = planner.solve(graph, machine, objective=objective, limit_seconds=seconds, budgets=(limit_nbytes,))
-            kept = frontier.smallest_nbytes <= limit_nbytes
-            cost = frontier.graph.step_seconds + frontier.within(limit_nbytes).predicted.seconds if kept else 0.0
-            ranks.append((not kept, cost, 0 if kept else frontier.smallest_nbytes))
-        return ranks.index(min(ranks))
+        frontier = planner.solve(graph, machine, objective=objective, limit_seconds=seconds, budgets=(limit_nbytes,))
+        if frontier.smallest_nbytes > limit_nbytes:
+            return 1, frontier.smallest_nbytes
+        return 0, frontier.graph.step_seconds + frontier.within(limit_nbytes).predicted.seconds
 
 
 def _head(graph: Graph, op: Op, model: nn.Module) -> TiledHead | None:
@@ -337,6 +387,10 @@ def _head(graph: Graph, op: Op, model: nn.Module) -> TiledHead | None:
     classes = product.size[-1]
     rows = prod(product.size[:-1])
     return TiledHead(module=path, classes=classes, tokens=rows, rows=rows, columns=classes, unmade_nbytes=product.nbytes)
+
+
+def _key(head: TiledHead | None) -> tuple[Any, ...]:
+    return () if head is None else (head.module, head.classes, head.tokens)
 
 
 def _other_bits(op: str) -> str:
@@ -370,8 +424,8 @@ def _proven(head: TiledHead) -> Sizes:
     return Sizes(head.rows, head.columns, head.tokens, frozenset(head.ops), frozenset(head.assembled), frozenset(head.rounded))
 
 
-def _no_hook(t: torch.Tensor) -> torch.Tensor:
-    return t
+def _ignored(t: torch.Tensor) -> None:
+    pass
 
 
 def _reading(original: Any) -> Any:

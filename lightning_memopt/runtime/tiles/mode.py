@@ -135,6 +135,8 @@ class TileMode(Outside):
         self._recipes: weakref.WeakSet[Recipe] = weakref.WeakSet()
         """Those of hollow tensors."""
         self._known = _Known()
+        self._exposed = set[int]()
+        """Storages of which somebody has an array: they may be written to unseen."""
 
     @uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -169,7 +171,7 @@ class TileMode(Outside):
 
     def _product(self, func: OpOverload, args: tuple, kwargs: dict) -> Recipe | None:
         recipe = product_for(func, args, kwargs) if all(map(is_plain, tensors_in(args))) else None
-        if recipe is None or recipe.columns != self._classes:
+        if recipe is None or recipe.columns != self._classes or any(storage_id(t) in self._exposed for t in recipe.tensors):
             return None
         if isinstance(self.work, Sizes) and recipe.rows != self.work.tokens:
             self.outcome.tokens = recipe.rows
@@ -343,6 +345,8 @@ class TileMode(Outside):
     def exposed(self, t: torch.Tensor, address: bool) -> None:
         """Somebody takes the raw memory of `t`, to read or to write it."""
         self.asked(t, "data_ptr")
+        if not address and t.layout == torch.strided:
+            self._exposed.add(storage_id(t))
         if storage_id(t) in self._sources:
             self._make_all("raw memory")
 
@@ -350,6 +354,12 @@ class TileMode(Outside):
     def opened(self, storage: torch.UntypedStorage) -> None:
         """Somebody reads a storage without a tensor."""
         self._make([r for r in list(self._recipes) if r.address == storage._cdata], "a storage's reader")
+
+    @uncompiled
+    def leaving(self, memory: Iterable[torch.Tensor], reader: str) -> None:
+        """This memory is about to be freed, or resized, by `reader`. If recipes read it, they are made first."""
+        if not self._sources.isdisjoint(map(storage_id, memory)):
+            self._make_all(reader)
 
     @uncompiled
     def settings_changed(self) -> None:

@@ -132,6 +132,10 @@ class Proof:
         )
         return Proof(self.rows[rows:], self.columns[columns:], self.rounding) if rows or columns else None
 
+    def anew(self) -> Proof:
+        """The same proof of another step, because other ranks need one."""
+        return Proof(self.rows, self.columns, self.rounding)
+
     def results(self, tokens: int) -> list[Sizes]:
         """The ways in which the step may run, in the smallest tiles, with more memory and fewer products first.
 

@@ -6,12 +6,12 @@ collective, after they had updated. So the ranks meet through the process group'
     before the first forward    the bytes that are resident anyway
     before the first updates    a plan for the first step (foresight.py); whether the next plan is made after this step;
                                 which parameters are updated in backward: those that all ranks can
-    when the plan is made       what is chosen for the compiled regions (shared_regions.py), and so whether all observe again;
-                                ranks with the same graph share a plan (shared_plan.py); else each makes its own, and all
-                                hear whether every budget is kept
+    when the plan is made       what is chosen for the compiled regions (shared_regions.py), and what is known of the loss heads
+                                (shared_heads.py), and so whether all observe again; ranks with the same graph share a plan
+                                (shared_plan.py); else each makes its own, and all hear whether every budget is kept
 
 Later plans are for batches that may come on one rank alone. There is no meeting then, and each rank decides by itself. A
-rebuild runs no collective, so ranks may have different plans.
+rebuild runs no collective, and neither does a tile, so ranks may have different plans.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from lightning_memopt.plan import Machine
 from lightning_memopt.ranks import Ranks, joins, ranks_of
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Part
-from lightning_memopt.session.ranks import shared_plan
+from lightning_memopt.session.ranks import shared_heads, shared_plan
+from lightning_memopt.session.ranks.shared_heads import Known
 from lightning_memopt.session.regions import shared_regions
 from lightning_memopt.session.regions.region_choice import Option
 from lightning_memopt.session.regions.shared_regions import Shown
@@ -59,6 +60,8 @@ class Agreement(Part):
         self._updates = self._last_again = 0
         self._all_plan = self._plans_now = self._step_ends = False
         self._compiles = self._any_compiles = self._again = False
+        self._tiles = config.tile != "off"
+        self._any_tiles = False
         self._open = self._begun = False
         self.early: frozenset[str] | None = None
         self._early: list[str] | None = None
@@ -125,7 +128,8 @@ class Agreement(Part):
             yield
         except (InfeasibleError, UpdatesInBackwardError) as error:
             refusal = error
-        decision = {"plans": self._plans_now, "early": self._early, "compiles": self._compiles, **_as_decision(refusal)}
+        own = {"plans": self._plans_now, "early": self._early, "compiles": self._compiles, "tiles": self._tiles}
+        decision = own | _as_decision(refusal)
         decisions = self._ranks.meet(about, decision, seconds)
         if decisions is None:
             if self._updates:  # a rank that is late for its first forward still comes to the first update
@@ -140,6 +144,7 @@ class Agreement(Part):
             self.early = frozenset.intersection(*(frozenset(names or ()) for names in early))
         self._all_plan = all(decision["plans"] for decision in decisions) and not self.early
         self._any_compiles = any(decision["compiles"] for decision in decisions)
+        self._any_tiles = any(decision["tiles"] for decision in decisions)
 
     def _alone(self, about: str) -> None:
         assert self._ranks is not None
@@ -169,6 +174,8 @@ class Agreement(Part):
         if self._all_plan:
             if self._any_compiles:
                 self._ranks.tell(self._regions, {})
+            if self._any_tiles:
+                self._ranks.tell(self._heads, {})
             self._ranks.tell("the plan", shared_plan.NOTHING)
             self._ranks.tell("the plans of all ranks", {})
             self._settled()
@@ -258,8 +265,29 @@ class Agreement(Part):
             return None
         return shared_regions.options_of(post)
 
+    # -- loss heads in tiles -----------------------------------------------------------------------
+
+    @property
+    def _heads(self) -> str:
+        return f"the loss heads of step {self._updates}"
+
+    def known(self, known: Known) -> Known | None:
+        """What all ranks know of their loss heads after an observed step, if this one knows `known`; None where this rank
+        decides by itself: the ranks do not meet now, or do not do the same.
+        """
+        if self._ranks is None:
+            return known
+        if not (self._open and self._all_plan and self._step_ends and self._any_tiles):
+            return None
+        self._any_tiles = False
+        posts = self._ranks.meet(self._heads, known.fields(), _PLAN_SECONDS)
+        if posts is None:
+            self._alone(self._heads)
+            return None
+        return shared_heads.together(posts, self._ranks.rank, self._ranks.names)
+
     def observes_again(self) -> None:
-        """After the ranks met (`seen`), all of them observe a step again before they plan."""
+        """After the ranks met (`seen`, `known`), all of them observe a step again before they plan."""
         self._again = True
 
     # -- the end -----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -198,12 +199,12 @@ def test_a_budget_that_no_plan_keeps_without_tiles():
 def test_a_budget_chooses_between_a_whole_gradient_and_none(monkeypatch):
     chosen = {}
 
-    def observed(self, graphs, limit_nbytes, machine):
-        seconds = iter((1.0, 1.1, 1.5))  # of the step as it is, with a whole gradient, and with none
-        return best(self, [dataclasses.replace(g, step_seconds=next(seconds)) for g in graphs], limit_nbytes, machine)
+    def timed(self, graph, limit_nbytes, machine):
+        return cost(self, dataclasses.replace(graph, step_seconds=next(seconds)), limit_nbytes, machine)
 
-    best = Tiling._best
-    monkeypatch.setattr(Tiling, "_best", observed)
+    seconds = itertools.cycle((1.0, 1.1, 1.5))  # of the step as it is, with a whole gradient, and with none
+    cost = Tiling._cost
+    monkeypatch.setattr(Tiling, "_cost", timed)
     least = compare(test_loops.inside).status.plan.predicted.needed_nbytes
     gradient = 256 * CLASSES * 4
     for budget in (least + gradient // 2, least + gradient + (1 << 18)):

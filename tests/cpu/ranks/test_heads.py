@@ -1,0 +1,24 @@
+"""What ranks decide together of their loss heads."""
+
+from __future__ import annotations
+
+from lightning_memopt.session.ranks.shared_heads import Known, together
+
+
+def test_what_ranks_know_together() -> None:
+    def of(*known: Known, rank: int = 0) -> Known | None:
+        return together([k.fields() for k in known], rank, [4, 5])
+
+    a = Known("prove", head=("head", 10, 4), again=True)
+    b = Known("prove", head=("head", 10, 4), ways=2, needed=True)
+    for rank in range(2):
+        both = of(a, b, rank=rank)
+        assert both is not None and (both.again, both.needed) == (True, True)
+    fewer = of(b, Known("prove", head=("head", 10, 4), ways=1))
+    assert fewer is not None and (fewer.again, fewer.ways) == (False, 1)
+    assert of(a, Known("look")) is None and of(a) == a
+    assert together([a.fields(), {}], 0, [4, 5]) is None
+    cannot = of(a, Known("look", why="it cannot"))
+    assert cannot is not None and cannot.why == "on rank 5, it cannot"
+    costs = of(Known("tiled", costs=((0, 1.0), (0, 2.0))), Known("tiled", costs=((1, 9.0), (0, 4.0))))
+    assert costs is not None and costs.best == 1 and costs.costs == ((1, 9.0), (0, 4.0))
