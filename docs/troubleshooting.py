@@ -155,7 +155,7 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
     ),
     ("session/tiling.py", "MemOpt: no loss head"): (
         "`tile='exact'` was given, and the line says why the head stays whole.",
-        "Set `tile='off'` to hear no more of it. If something else reads the logits, let it do so in other steps only.",
+        "Set `tile='off'` to hear no more of it.",
     ),
     ("session/tiling.py", "MemOpt: …. Their bits"): ("`tile='exact'` was given, and tiles lower the peak.", NOTHING),
     ("session/tiling.py", "MemOpt: …, which are made in tiles"): (
