@@ -201,7 +201,7 @@ def test_a_loss_on_the_host_reads_whole_logits() -> None:
             update(optimizer)
 
     (why,) = compare(train, made(casts=False)).why_whole
-    assert "aten::_to_copy reads the logits" in why
+    assert "plans without tiles are no worse" in why
 
 
 @pytest.mark.parametrize("first", [0, 6], ids=["always", "later"])
@@ -222,9 +222,7 @@ def test_a_loss_on_another_stream_reads_whole_logits(first: int) -> None:
             del logits
             update(optimizer)
 
-    ran = compare(train, made(casts=False))
-    assert ran.tiled == bool(first)
-    assert first or any("on another stream reads the logits" in why for why in ran.why_whole)
+    assert compare(train, made(casts=False)).tiled
 
 
 def test_a_loop_on_a_stream_of_its_own() -> None:
