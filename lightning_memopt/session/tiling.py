@@ -101,6 +101,8 @@ class Tiling(Part):
     """The loss heads of a session's model that run in tiles.
 
     mode: the mode of this step; None where no head runs in tiles.
+
+    Many methods: one for each moment of a step, and for each phase in which a head is looked at, proven, and chosen.
     """
 
     def __init__(self, model: nn.Module, config: MemOptConfig, meetings: Agreement, say: Say, parts: Parts) -> None:

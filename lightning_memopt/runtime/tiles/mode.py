@@ -115,6 +115,8 @@ class TileMode(Outside):
     inside: whether the module of the head runs, so that the next product with `classes` columns is the head's.
     took: whether the last op made or read a tensor with a recipe: it must not run again by itself.
     outcome: what this step has come to so far.
+
+    Many methods: one for each way in which an op, or a reader that is no op, can meet a tensor in tiles.
     """
 
     sees_last = True

@@ -200,7 +200,7 @@ def zeros_for(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], row
         device = args[0].device if isinstance(args[0], torch.Tensor) else torch.get_default_device()
     else:
         device = torch.device(given)
-    return None if device.type == "meta" else Zeros(func, (), {}, device, like)
+    return None if device == like.device else Zeros(func, (), {}, device, like)  # zeros on the meta device stay there
 
 
 def device_in(values: Iterable[Any]) -> torch.device:
