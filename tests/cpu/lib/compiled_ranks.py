@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memopt import optimize
 from lightning_memopt.native import counter
-from lightning_memopt.ranks import board, ranks
 from lightning_memopt.session.observe import observed_step
 from lightning_memopt.session.regions import compiled_regions, region_choice
 from lightning_memopt.solvers import planner
-from lightning_memopt.trace import count_all
 from tests.cpu.lib.forked import failed, forked
+from tests.cpu.lib.gloo import join
 from tests.cpu.lib.process import digest
 
 WORLD, STEPS, LAST = 2, 10, 3
@@ -215,12 +213,7 @@ CASES: dict[str, Callable[[], Any]] = {
 
 
 def member(group: str, rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    board.BEAT_SECONDS, ranks.SILENT_SECONDS, ranks.LAST_WORDS_SECONDS = 0.2, PATIENT_SECONDS, PATIENT_SECONDS
-    store = distributed.FileStore(str(folder / f"{group}.store"), WORLD)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-    count_all(lambda _: None)
+    join(folder / f"{group}.store", rank, WORLD, PATIENT_SECONDS)
     began = time.monotonic()
     try:
         outcome = {name: CASES[name]() for name in group.split(",")}

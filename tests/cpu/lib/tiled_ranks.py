@@ -12,7 +12,6 @@ import os
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from lightning_memopt import optimize
-from lightning_memopt.ranks import board, ranks
 from lightning_memopt.runtime.tiles import Proof, mode
 from lightning_memopt.session.tiling import Tiling
 from lightning_memopt.torch_private import local_tensor
-from lightning_memopt.trace import count_all
 from tests.cpu.lib.forked import failed, forked
+from tests.cpu.lib.gloo import join
 from tests.cpu.lib.process import digest
 from tests.cpu.tiles.language_model import CLASSES, LanguageModel
 
@@ -287,12 +285,7 @@ CASES: dict[str, Callable[[], Any]] = {
 
 
 def member(group: str, number: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    board.BEAT_SECONDS, ranks.SILENT_SECONDS, ranks.LAST_WORDS_SECONDS = 0.2, PATIENT_SECONDS, PATIENT_SECONDS
-    store = distributed.FileStore(str(folder / f"{group}.store"), WORLD)
-    distributed.init_process_group("gloo", store=store, rank=number, world_size=WORLD)
-    count_all(lambda _: None)
+    join(folder / f"{group}.store", number, WORLD, PATIENT_SECONDS)
     outcome: dict[str, Any] = {}
     for name in group.split(","):
         began = time.monotonic()
