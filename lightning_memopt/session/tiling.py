@@ -141,7 +141,9 @@ class Tiling(Part):
         elif isinstance(state, Observing) and head is not None:
             now = self._now
             if now.phase == "tiled" and now.flags != numeric_flags():
-                now.phase, now.proof, now.observed = "prove", None, []
+                now.phase = "prove"
+                now.proof = None
+                now.observed = []
             if now.phase == "prove":
                 work = now.proof or _sizes(head, self._config.tile == "rounding")
             elif now.phase == "tiled":
@@ -205,7 +207,9 @@ class Tiling(Part):
         if mode.outcome.tokens and isinstance(mode.work, Sizes):
             self._tell(f"they were compared for {mode.work.tokens:,} tokens, and some steps have others")
         if isinstance(mode.work, Proof):
-            self._now.proof, self._now.proved, self._now.flags = mode.work, True, numeric_flags()
+            self._now.proof = mode.work
+            self._now.proved = True
+            self._now.flags = numeric_flags()
         elif planned and mode.outcome.heads and mode.work.checked:
             self._given = not mode.outcome.wrong
             self._flags = numeric_flags()
@@ -259,13 +263,14 @@ class Tiling(Part):
         if now.phase == "look":
             needed = limit_nbytes is None or unmodified_peak(graph, machine) > limit_nbytes
             op = head_of(graph) if needed or not self._meetings.alone else None
-            now.head, now.plain = None if op is None else _head(graph, op, self._model), graph
+            now.head = None if op is None else _head(graph, op, self._model)
+            now.plain = graph
             why = self._why_not()
             if now.head is None:
                 why = why or "no product of matrices was found from which a loss takes the logarithm of a softmax"
             elif not why and self._weights_leave(now.head):
                 why = "its weights are freed between forward and backward (fully_shard with reshard_after_forward=True)"
-            return Known("look", why, needed, _key(now.head))
+            return Known("look", why, needed)
         if now.phase == "prove" and now.proved and now.proof is not None and now.head is not None:
             again = now.proof.again()
             ways = now.proof.results(now.head.tokens) if again is None else []
@@ -273,13 +278,14 @@ class Tiling(Part):
             if again is None and not ways:
                 wrong = now.proof.wrong
                 why = _other_bits(wrong) if wrong else "no loss reads the logits in a way that can run on tiles"
-            return Known("prove", why, True, _key(now.head), again is not None, len(ways))
+            return Known("prove", why, True, again is not None, len(ways))
         if now.phase == "tiled" and now.plain is not None:
-            now.observed.append(graph)
             if len(now.observed) < len(now.ways):
-                return Known("tiled", "", True, _key(now.head))
+                now.observed.append(graph)
+            if len(now.observed) < len(now.ways):
+                return Known("tiled", "", True)
             costs = tuple(self._cost(each, limit_nbytes, machine) for each in (now.plain, *now.observed))
-            return Known("tiled", "", True, _key(now.head), costs=costs)
+            return Known("tiled", "", True, costs=costs)
         return Known("prove, but no head ran" if now.phase == "prove" else "whole")
 
     def _goes_on(self, now: _Signature, known: Known) -> bool:
@@ -313,7 +319,8 @@ class Tiling(Part):
             else:
                 head = now.head
                 now.ways = [_tiled(head, sizes) for sizes in now.proof.results(head.tokens)[-known.ways :]]
-                now.phase, now.observed = "tiled", []
+                now.phase = "tiled"
+                now.observed = []
         now.proved = False
 
     def _why_not(self) -> str:
@@ -362,8 +369,10 @@ class Tiling(Part):
         if not now.best:
             now.phase = "whole"
             return solve(now.plain)
-        graph, tiles = now.observed[now.best - 1], (now.ways[now.best - 1],)
-        now.ways, now.observed = tiles, []
+        graph = now.observed[now.best - 1]
+        tiles = (now.ways[now.best - 1],)
+        now.ways = tiles
+        now.observed = []
         self._say(f"MemOpt: {tiles_text(tiles)}. Their bits were compared with those of the whole ops on this machine")
         solved = solve(graph)
         plain_nbytes = unmodified_peak(machine.usual_step(now.plain), machine)
@@ -389,10 +398,6 @@ def _head(graph: Graph, op: Op, model: nn.Module) -> TiledHead | None:
     classes = product.size[-1]
     rows = prod(product.size[:-1])
     return TiledHead(module=path, classes=classes, tokens=rows, rows=rows, columns=classes, unmade_nbytes=product.nbytes)
-
-
-def _key(head: TiledHead | None) -> tuple[Any, ...]:
-    return () if head is None else (head.module, head.classes, head.tokens)
 
 
 def _other_bits(op: str) -> str:

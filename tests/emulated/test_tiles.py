@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not is_judged, reason="the emulated device in bi
 
 
 CLASSES = 16_384
-"""So many that logits have segments of their own: the plans are those of reserved bytes."""
+"""Large enough for logits to have segments of their own. The plans are those of reserved bytes."""
 
 
 class Model(LanguageModel):

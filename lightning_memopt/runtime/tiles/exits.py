@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from lightning_memopt.record.tensors import tensors_in
-from lightning_memopt.runtime.tiles.kinds import LogSoftmax, alone
-from lightning_memopt.runtime.tiles.kinds import on_rows as op_on_rows
+from lightning_memopt.runtime.tiles.kinds import LogSoftmax, alone, on_rows
 from lightning_memopt.runtime.tiles.recipes import Recipe, Seen, Span, around, run_whole, spans, tiles
-from lightning_memopt.runtime.tiles.rules import may_be_lost, reducing
+from lightning_memopt.runtime.tiles.rules import may_be_lost, meta, reducing
 from lightning_memopt.torch_private import OpOverload
 
 _ATEN = torch.ops.aten
@@ -35,7 +34,9 @@ class Exit:
     columns = False
 
     def __init__(self, func: OpOverload, args: Sequence[Any], reads: Seen) -> None:
-        self._func, self._args, self.reads = func, tuple(args), reads
+        self._func = func
+        self._args = tuple(args)
+        self.reads = reads
 
     @property
     def key(self) -> str:
@@ -85,21 +86,10 @@ class Reduction(Exit):
 
         parts = []
         for span in spans(self.reads.rows, size):
-            made = op_on_rows(self._func, self._args, {}, self._dim_at, make, span)
-            parts.append(list(tensors_in(made)))
-            single = isinstance(made, torch.Tensor)
-        results = [torch.cat(each) for each in zip(*parts, strict=True)]
-        sizes = self._sizes()
-        shaped = [result.view(size) for result, size in zip(results, sizes, strict=True)]
-        return shaped[0] if single else tuple(shaped)
-
-    def _sizes(self) -> list[torch.Size]:
-        def meta(value: Any) -> Any:
-            if type(value) is Seen:
-                return torch.empty_strided(value.size, value.stride, dtype=value.recipe.like.dtype, device="meta")
-            return value.to("meta") if isinstance(value, torch.Tensor) else value
-
-        return [t.size() for t in tensors_in(self._func(*map(meta, self._args)))]
+            parts.append(tensors_in(on_rows(self._func, self._args, {}, self._dim_at, make, span)))
+        like = self._func(*map(meta, self._args))
+        results = [torch.cat(each).view(t.size()) for each, t in zip(zip(*parts, strict=True), tensors_in(like), strict=True)]
+        return results[0] if isinstance(like, torch.Tensor) else tuple(results)
 
 
 class Product(Exit):

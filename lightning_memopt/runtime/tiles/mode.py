@@ -49,14 +49,12 @@ class Outcome:
     """What a step in tiles came to.
 
     heads: how many products were not computed.
-    unmade_nbytes: bytes of the largest result that was never made.
     read: op or access by which user code read what was not there -> the bytes that were made for it.
     wrong: an op whose tiles have other bits than the whole op (`Sizes.checked`); "" if there is none.
     tokens: the number of rows of logits that were whole, because tiles were compared for another number; 0 if there were none.
     """
 
     heads: int = 0
-    unmade_nbytes: int = 0
     read: dict[str, int] = field(default_factory=dict)
     wrong: str = ""
     tokens: int = 0
@@ -77,13 +75,15 @@ class _Known:
         self._recipes[storage] = (recipe, reference)
 
     def get(self, t: torch.Tensor) -> Recipe | None:
-        """The recipe of the storage of `t`."""
-        found = self._recipes.get(storage_id(t))
-        return None if found is None else found[0]
+        """The recipe of the storage of `t`; None if it has none."""
+        if not (is_plain(t) and _has_storage(t)) or storage_id(t) not in self._recipes:
+            return None
+        return self._recipes[storage_id(t)][0]
 
-    def drop(self, t: torch.Tensor) -> None:
-        """The storage of `t` has other bytes."""
-        self._free(storage_id(t))
+    def drop(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The storages of these tensors have other bytes."""
+        for t in filter(_has_storage, tensors):
+            self._free(storage_id(t))
 
     def purge(self) -> None:
         """Forget storages that are freed, and what their recipes hold."""
@@ -154,9 +154,9 @@ class TileMode(Outside):
         if not read:
             return self._begins(func, args, named)
         if isinstance(self.work, Proof):
-            return self._prove(self.work, func, args, named)
+            return self._prove(self.work, func, args, named, read)
         self.took = True
-        return self._defer(self.work, func, args, named)
+        return self._defer(self.work, func, args, named, read)
 
     # -- ops that read nothing with a recipe -------------------------------------------------------
 
@@ -204,7 +204,6 @@ class TileMode(Outside):
         if isinstance(self.work, Sizes):
             self._recipes.add(recipe)
         self._sources.update(storage_id(t) for t in recipe.tensors)
-        self.outcome.unmade_nbytes = max(self.outcome.unmade_nbytes, recipe.like.nbytes)
 
     # -- ops that do -------------------------------------------------------------------------------
 
@@ -214,71 +213,66 @@ class TileMode(Outside):
 
     def recipe_of(self, t: torch.Tensor) -> Recipe | None:
         """The recipe of a tensor's bytes; None if it has none."""
-        found: Recipe | None = None
-        if isinstance(self.work, Sizes):
-            found = recipe_of(t)
-        if found is None and self._known and is_plain(t) and t.layout == torch.strided:
-            found = self._known.get(t)
-        return found
+        recipe: Recipe | None = recipe_of(t) if isinstance(self.work, Sizes) else None
+        return self._known.get(t) if recipe is None and self._known else recipe
 
-    def _prove(self, proof: Proof, func: OpOverload, args: tuple, kwargs: dict) -> Any:
-        known, named = self._seen(args, kwargs)
-        values = (*known, *named.values())
-        here = all(s.recipe.is_here for s in seen_in(values))
-        exit = exit_for(func, known) if here and not named else None
-        recipe, name = None, name_of(func, values)
-        if here and exit is None and not _is_view(func):
-            recipe = recipe_for(func, known, named, device_in(values))
+    def _prove(self, proof: Proof, func: OpOverload, args: tuple, kwargs: dict, read: Sequence[torch.Tensor]) -> Any:
+        exit, recipe, name = self._how(func, args, kwargs)
         if recipe is not None and not func._schema.is_mutable:
             return self._made(recipe, name, func, args, kwargs)
         if recipe is None and exit is None and not _is_view(func):
-            for of, t in zip(seen_in(values), self._with_recipes(args, kwargs), strict=True):
-                proof.read(of, t, name_of(func))
+            for t in read:
+                proof.read(seen(t, self.recipe_of), t, name_of(func))
         result = func(*args, **kwargs)
         if exit is not None:
             proof.compare(exit, args[0], result)
-        if func._schema.is_mutable:
-            for t in written_by(func, rule_of_call(func, args, kwargs), args, kwargs):
-                self._known.drop(t)
-            if recipe is not None:
-                self._follow(recipe)
-                proof.ops.add(name)
-                self._knows(args[0], recipe)
+        self._overwritten(func, args, kwargs)
+        if recipe is not None:  # it has written to its first argument
+            self._follow(recipe)
+            proof.ops.add(name)
+            self._knows(args[0], recipe)
         return result
 
-    def _with_recipes(self, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-        return [t for t in tensors_in((*args, *kwargs.values())) if self.recipe_of(t) is not None]
+    def _how(self, func: OpOverload, args: tuple, kwargs: dict) -> tuple[Exit | None, Recipe | None, str]:
+        """How an op that reads what has recipes can run in tiles: as an exit, or by a recipe of its own; and its name."""
+        known = [seen(a, self.recipe_of) for a in args]
+        named = {k: seen(v, self.recipe_of) for k, v in kwargs.items()}
+        values = (*known, *named.values())
+        name = name_of(func, values)
+        if _is_view(func) or not all(s.recipe.is_here for s in seen_in(values)):
+            return None, None, name
+        exit = None if named else exit_for(func, known)
+        if exit is not None or not self._may(name):
+            return exit, None, name
+        return None, recipe_for(func, known, named, device_in(values)), name
 
-    def _defer(self, sizes: Sizes, func: OpOverload, args: tuple, kwargs: dict) -> Any:
-        key = name_of(func)
+    def _defer(self, sizes: Sizes, func: OpOverload, args: tuple, kwargs: dict, read: Sequence[torch.Tensor]) -> Any:
+        reader = name_of(func)
         if _is_view(func):
             view = view_of(args[0], func, args, kwargs) if args and recipe_of(args[0]) is not None else None
             if view is not None:
                 return view
         else:
-            known, named = self._seen(args, kwargs)
-            values = (*known, *named.values())
-            here = all(s.recipe.is_here for s in seen_in(values))
-            exit = exit_for(func, known) if here and not named else None
-            name = name_of(func, values)
+            exit, recipe, name = self._how(func, args, kwargs)
             if exit is not None:
-                key = exit.key
-                if key in sizes.ops:
+                reader = exit.key
+                if reader in sizes.ops:
                     return self._leaves(sizes, exit)
-            elif here and self._may(name):
-                recipe = recipe_for(func, known, named, device_in(values))
-                if recipe is not None and not func._schema.is_mutable:
-                    return self._made(recipe, name, func, args, kwargs)
-                if recipe is not None and recipe_of(args[0]) is not None:
-                    self._follow(recipe)
-                    set_recipe(args[0], recipe)
-                    return args[0]
-        self._make([r for t in self._with_recipes(args, kwargs) if (r := recipe_of(t)) is not None], key)
+            if recipe is not None and not func._schema.is_mutable:
+                return self._made(recipe, name, func, args, kwargs)
+            if recipe is not None and recipe_of(args[0]) is not None:
+                self._follow(recipe)
+                set_recipe(args[0], recipe)
+                return args[0]
+        self._make([r for t in read if (r := recipe_of(t)) is not None], reader)
         result = func(*args, **kwargs)
-        if self._known and func._schema.is_mutable:
-            for t in written_by(func, rule_of_call(func, args, kwargs), args, kwargs):
-                self._known.drop(t)
+        self._overwritten(func, args, kwargs)
         return result
+
+    def _overwritten(self, func: OpOverload, args: tuple, kwargs: dict) -> None:
+        """An op has run: what it has written to has other bytes than those of a recipe."""
+        if self._known and func._schema.is_mutable:
+            self._known.drop(_written(func, args, kwargs))
 
     def _leaves(self, sizes: Sizes, exit: Exit) -> Any:
         """The result of an exit."""
@@ -293,14 +287,9 @@ class TileMode(Outside):
         if not all(map(equal, tiled, whole)):
             self.outcome.wrong = key
 
-    def _seen(self, args: tuple, kwargs: dict) -> tuple[list[Any], dict[str, Any]]:
-        return [seen(a, self.recipe_of) for a in args], {k: seen(v, self.recipe_of) for k, v in kwargs.items()}
-
     def _writes(self, func: OpOverload, args: tuple, kwargs: dict) -> None:
         """An op is about to write. If recipes read what it writes, they are made first."""
-        written = written_by(func, rule_of_call(func, args, kwargs), args, kwargs)
-        if not self._sources.isdisjoint(map(storage_id, written)):
-            self._make_all(func._name)
+        self.leaving(_written(func, args, kwargs), func._name)
 
     def _make(self, recipes: Sequence[Recipe], reader: str) -> None:
         """Make the bytes of these recipes, because `reader` asks for them."""
@@ -341,16 +330,15 @@ class TileMode(Outside):
         recipe = recipe_of(t)
         if recipe is not None:
             self._make([recipe], f"Tensor.{name}()")
-        self._known.drop(t)  # it may be written to unseen
+        self._known.drop([t])  # it may be written to unseen
 
     @uncompiled
     def exposed(self, t: torch.Tensor, address: bool) -> None:
         """Somebody takes the raw memory of `t`, to read or to write it."""
         self.asked(t, "data_ptr")
-        if not address and t.layout == torch.strided:
+        if not address and _has_storage(t):
             self._exposed.add(storage_id(t))
-        if storage_id(t) in self._sources:
-            self._make_all("raw memory")
+        self.leaving([t], "raw memory")
 
     @uncompiled
     def opened(self, storage: torch.UntypedStorage) -> None:
@@ -359,8 +347,8 @@ class TileMode(Outside):
 
     @uncompiled
     def leaving(self, memory: Iterable[torch.Tensor], reader: str) -> None:
-        """This memory is about to be freed, or resized, by `reader`. If recipes read it, they are made first."""
-        if not self._sources.isdisjoint(map(storage_id, memory)):
+        """This memory is about to be freed, resized or written to by `reader`. If recipes read it, they are made first."""
+        if not self._sources.isdisjoint(storage_id(t) for t in memory if _has_storage(t)):
             self._make_all(reader)
 
     @uncompiled
@@ -385,6 +373,16 @@ class TileMode(Outside):
         self._make_all(HELD)
         self._rows.clear()
         self._sources.clear()
+
+
+def _has_storage(t: torch.Tensor) -> bool:
+    """Whether a tensor is on a storage: a sparse one is not."""
+    return t.layout == torch.strided
+
+
+def _written(func: OpOverload, args: tuple, kwargs: dict) -> Iterable[torch.Tensor]:
+    """The tensors to which an op writes."""
+    return written_by(func, rule_of_call(func, args, kwargs), args, kwargs)
 
 
 def _is_view(func: OpOverload) -> bool:

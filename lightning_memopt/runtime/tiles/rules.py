@@ -77,7 +77,7 @@ def recipe_for(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], de
     if kind is None:
         return None
     try:
-        like = made_by(*(_meta(a) for a in args), **{k: _meta(v) for k, v in kwargs.items() if k != "device"})
+        like = made_by(*(meta(a) for a in args), **{k: meta(v) for k, v in kwargs.items() if k != "device"})
     except Exception:  # the op refuses its arguments, or does not know this device: it runs as it is
         return None
     if not isinstance(like, torch.Tensor) or not like.is_contiguous() or like.size(-1) != first.recipe.columns:
@@ -160,13 +160,14 @@ def _is_pointwise(func: OpOverload) -> bool:
     return torch.Tag.pointwise in func.tags or func._overloadpacket.__name__ in _POINTWISE
 
 
-def _meta(value: Any) -> Any:
+def meta(value: Any) -> Any:
+    """An argument (`seen`) on the meta device."""
     if type(value) is Seen:
         return torch.empty_strided(value.size, value.stride, dtype=value.recipe.like.dtype, device="meta")
     if isinstance(value, torch.Tensor):
         return value if value.dim() == 0 and value.is_cpu else twin(value)
     if type(value) is list:
-        return [_meta(v) for v in value]
+        return [meta(v) for v in value]
     return value
 
 
@@ -187,12 +188,12 @@ def zeros_for(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], row
     """The recipe of zeros that have so many columns, and one of these numbers of rows; None for other ops."""
     if func not in _ZEROS:
         return None
-    size = args[0 if func is _ATEN.zeros.default else 1] if func is not _ATEN.zeros_like.default else args[0].size()
+    size = args[-1].size() if isinstance(args[-1], torch.Tensor) else args[-1]
     if len(size) < 2 or size[-1] != columns or prod(size[:-1]) not in rows:
         return None
     if kwargs.get("pin_memory") or kwargs.get("layout") not in (None, torch.strided):
         return None
-    like = func(*map(_meta, args), **{k: v for k, v in kwargs.items() if k != "device"} | {"device": "meta"})
+    like = func(*map(meta, args), **{k: v for k, v in kwargs.items() if k != "device"} | {"device": "meta"})
     if not like.is_contiguous():
         return None
     given = kwargs.get("device")

@@ -239,14 +239,24 @@ class Agreement(Part):
         """What all ranks saw of their regions in an observed step, if this one saw `shown`; None where they do not meet now."""
         if self._ranks is None:
             return shown
-        if not (self._open and self._all_plan and self._step_ends and self._any_compiles):
+        if not (self._any_compiles and self._meets_now):
             return None
         self._any_compiles = False
-        posts = self._ranks.meet(self._regions, shown.fields(), _PLAN_SECONDS)
+        posts = self._posts(self._regions, shown.fields())
+        return None if posts is None else shared_regions.together(posts)
+
+    @property
+    def _meets_now(self) -> bool:
+        """Whether all ranks meet now, at the end of the observed step after which they plan."""
+        return self._open and self._all_plan and self._step_ends
+
+    def _posts(self, about: str, own: dict[str, Any]) -> list[dict[str, Any]] | None:
+        """What all ranks post about this before they plan; None if they did not meet."""
+        assert self._ranks is not None
+        posts = self._ranks.meet(about, own, _PLAN_SECONDS)
         if posts is None:
-            self._alone(self._regions)
-            return None
-        return shared_regions.together(posts)
+            self._alone(about)
+        return posts
 
     def options(self, choose: Callable[[], list[Option | None] | None], seconds: float) -> list[Option | None] | None:
         """The options that the first rank chooses after the ranks met (`seen`); None where what is compiled is to stay.
@@ -277,14 +287,11 @@ class Agreement(Part):
         """
         if self._ranks is None:
             return known
-        if not (self._open and self._all_plan and self._step_ends and self._any_tiles):
+        if not (self._any_tiles and self._meets_now):
             return None
         self._any_tiles = False
-        posts = self._ranks.meet(self._heads, known.fields(), _PLAN_SECONDS)
-        if posts is None:
-            self._alone(self._heads)
-            return None
-        return shared_heads.together(posts, self._ranks.rank, self._ranks.names)
+        posts = self._posts(self._heads, known.fields())
+        return None if posts is None else shared_heads.together(posts, self._ranks.rank, self._ranks.names)
 
     def observes_again(self) -> None:
         """After the ranks met (`seen`, `known`), all of them observe a step again before they plan."""

@@ -1,4 +1,4 @@
-"""One choice for the loss heads of all ranks: all run in tiles of the same sizes, or none does.
+"""One choice for the loss heads of all ranks: all run in tiles, or none does.
 
 At the end of an observed step each rank says what it knows of its head, and hears all others. A head is worth tiles if that of
 any rank is; it stays whole if that of any rank must. Each rank has the sizes that it has proven: a tile runs no collective.
@@ -24,7 +24,6 @@ class Known:
     step: what the step was for.
     why: why the head must stay whole; "" if it need not.
     needed: the step does not keep the budget as it is.
-    head: what the head is: its module, and the numbers of classes and tokens.
     again: another step compares larger tiles.
     ways: the number of ways in which the step may run in tiles.
     costs: what the best plan costs for the step as it is, and for each way in tiles; empty before all have run.
@@ -33,7 +32,6 @@ class Known:
     step: str
     why: str = ""
     needed: bool = False
-    head: tuple[Any, ...] = ()
     again: bool = False
     ways: int = 0
     costs: tuple[Cost, ...] = ()
@@ -68,4 +66,4 @@ def together(posts: Sequence[dict[str, Any]], rank: int, names: Sequence[int]) -
 
 def _of_fields(post: dict[str, Any]) -> Known:
     costs = tuple((kept, cost) for kept, cost in post["costs"])
-    return Known(**post | {"head": tuple(post["head"]), "costs": costs})
+    return Known(**post | {"costs": costs})

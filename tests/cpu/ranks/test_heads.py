@@ -9,12 +9,12 @@ def test_what_ranks_know_together() -> None:
     def of(*known: Known, rank: int = 0) -> Known | None:
         return together([k.fields() for k in known], rank, [4, 5])
 
-    a = Known("prove", head=("head", 10, 4), again=True)
-    b = Known("prove", head=("head", 10, 4), ways=2, needed=True)
+    a = Known("prove", again=True)
+    b = Known("prove", ways=2, needed=True)
     for rank in range(2):
         both = of(a, b, rank=rank)
         assert both is not None and (both.again, both.needed) == (True, True)
-    fewer = of(b, Known("prove", head=("head", 10, 4), ways=1))
+    fewer = of(b, Known("prove", ways=1))
     assert fewer is not None and (fewer.again, fewer.ways) == (False, 1)
     assert of(a, Known("look")) is None and of(a) == a
     assert together([a.fields(), {}], 0, [4, 5]) is None

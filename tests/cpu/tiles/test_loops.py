@@ -390,6 +390,18 @@ def compiled_loss(model, optimizer, log, run):
         _update(optimizer)
 
 
+def sparse(model, optimizer, log, run):
+    """Each step prints, copies and adds up sparse tensors, which have no storage, between forward and backward."""
+    for ids, labels in batches():
+        loss = model(ids, labels)[1]
+        total = torch.eye(4).to_sparse()
+        total.add_(torch.eye(4).to_sparse())
+        log.note(str(total))
+        loss.backward()
+        log.note(total.to_dense())
+        _update(optimizer)
+
+
 def failing(model, optimizer, log, run):
     """A step raises behind its loss, and the loop goes on."""
     for step, (ids, labels) in enumerate(batches(10)):
@@ -406,7 +418,7 @@ def failing(model, optimizer, log, run):
 
 
 TILED = (inside, outside, held, now_and_then, hooked, late_hook, twice, accumulated, both_first, scaled, evaluated, summed)
-MORE_TILED = (weighted, overwritten, failing, compiled_loss, metric, smoothed)
+MORE_TILED = (weighted, overwritten, failing, compiled_loss, metric, smoothed, sparse)
 LOSSES = (shifted, last_token, z_loss, preferred, policy, distilled, soft_targets, class_weights, in_place, penalty)
 READERS = (overwritten_logits, ranked)
 
