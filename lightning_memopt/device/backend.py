@@ -81,6 +81,11 @@ class Backend:
         """Bytes that other programs do not use, including those that this process already uses; None if that is not known."""
         return None
 
+    def left_nbytes(self) -> int | None:
+        """Bytes that this process can still allocate; None if that is not known."""
+        free_nbytes = self.free_nbytes() if self.keeps_statistics else None
+        return None if free_nbytes is None else min(free_nbytes, self.total_nbytes()) - self.allocated().now
+
     def statistics(self) -> Statistics:
         """The bytes that were requested from the allocator."""
         self._keeps_none()

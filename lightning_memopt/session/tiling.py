@@ -5,6 +5,9 @@
     observed, proving        which sizes of tiles give the bits of the whole ops on this machine, and what else reads the logits
     observed in tiles        the graph of the step in tiles, for which a plan is made like for any other; a step for each way
 
+Where logits do not fit into the device's memory, the first step proves tiles, too, from the first product that could make
+logits on.
+
 A step can run in tiles in two ways: the gradient of the logits is never whole, or it is made whole once, from tiles, which
 takes a product less. The plans of both are compared with the one for the step as it is. What keeps the budget in the least
 time wins. Ranks that train together decide together, after each of these steps (ranks/shared_heads.py).
@@ -23,6 +26,7 @@ import torch
 from torch import nn
 
 from lightning_memopt.config import MemOptConfig
+from lightning_memopt.device.backends import backend_of
 from lightning_memopt.graph import Graph, Op
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import Machine, TiledHead, tiles_text
@@ -40,6 +44,8 @@ from lightning_memopt.record import (
 )
 from lightning_memopt.record.gathered import Event, around_units, is_there, units_of, weights_of
 from lightning_memopt.runtime.tiles import HELD, Proof, Sizes, TileMode
+from lightning_memopt.runtime.tiles.recipes import Recipe
+from lightning_memopt.session.budget import device_of
 from lightning_memopt.session.forward.recording import Recording, in_checkpoint
 from lightning_memopt.session.judge.states import Running
 from lightning_memopt.session.observe.observing import Observing
@@ -62,6 +68,8 @@ work on blocks of so many.
 _REMEMBERED = 16
 """Maximum number of signatures whose steps may run in tiles: each has a graph."""
 _UNKNOWN_NBYTES = 1 << 62
+_LOSS_NBYTES = 16
+"""Bytes that a loss takes for each score, as it is: in float32 the score, its log-probability, and a gradient of each."""
 AnyRecording = TypeVar("AnyRecording", bound=Recording)
 Say = Callable[[str], None]
 Solve = Callable[[Graph], Solved]
@@ -73,7 +81,7 @@ class _Signature:
 
     phase: what the next observed step is for; `whole`: its head stays whole.
     head: the head, if there is one.
-    plain: the graph of the step as it is.
+    plain: the graph of the step as it is; None where it did not fit.
     proof: what the step that is over has compared, or the next one compares; None for the first sizes.
     proved: the step that is over has compared tiles.
     flags: the numeric settings under which tiles were compared, the number of threads among them.
@@ -93,6 +101,8 @@ class _Signature:
     best: int = 0
 
 
+_NEVER: Cost = (2, 0.0)
+"""What the step as it is costs where it does not fit into the device's memory."""
 _OTHER = _Signature(phase="whole")
 """What is known of all signatures after the first ones."""
 
@@ -120,6 +130,7 @@ class Tiling(Part):
         self._said = set[str]()
         self._flags: object = None  # the numeric settings under which tiles of the user's plan were compared
         self._given: bool | None = None  # whether the tiles of the user's plan have given the bits of whole ops
+        self._compares: TiledHead | None = None  # the head of the user's plan, in the step that finds that out
         self.mode: TileMode | None = None
 
     # -- moments of a step -------------------------------------------------------------------------
@@ -135,6 +146,8 @@ class Tiling(Part):
         self._leave()
         head = self._now.head
         work: Sizes | Proof | None = None
+        if isinstance(state, Observing) and self._now.phase == "look":
+            self._looks()
         if isinstance(state, Running):
             head = state.plan.tiles[0] if state.plan.tiles else None
             work = None if head is None else self._work(state, head)
@@ -145,25 +158,45 @@ class Tiling(Part):
                 now.proof = None
                 now.observed = []
             if now.phase == "prove":
-                work = now.proof or _sizes(head, self._config.tile == "rounding")
+                work = now.proof or self._proof(head.rows, head.columns)
             elif now.phase == "tiled":
                 head = now.ways[min(len(now.observed), len(now.ways) - 1)]
                 work = _proven(head)
         if head is None or work is None or self._why_not():
             return
         module = self._model.get_submodule(head.module)
-        self.mode = mode = TileMode(head.classes, work, notes=any(p.requires_grad for p in self._weights(head)))
+        self._enter(TileMode(head.classes, work, notes=any(p.requires_grad for p in self._weights(head))))
         self._step.enter_context(around_innermost(module, self._head_begins, self._head_ends))
+        if not head.module:
+            self._head_begins(module)  # its call has begun already
+
+    def _looks(self) -> None:
+        """A first step begins. If it comes to logits that do not fit, it proves tiles."""
+        classes = max((p.size(0) for p in self._model.parameters() if p.dim() == 2), default=0)
+        if self._left_nbytes() is None or not classes or self._why_not():
+            return
+
+        def begins(product: Recipe) -> Proof | None:
+            left_nbytes = self._left_nbytes()
+            if left_nbytes is None or _LOSS_NBYTES * product.rows * product.columns <= left_nbytes:
+                return None
+            if backward_runs() or in_transform() or in_checkpoint():
+                return None
+            return self._proof(product.rows, product.columns)
+
+        self._enter(TileMode(classes, None, notes=True, begins=begins))
+        self._head_begins(self._model)
+
+    def _enter(self, mode: TileMode) -> None:
+        self.mode = mode
         raw = watching(mode.exposed, mode.settings_changed, _ignored, mode.opened)
         sizes = watching_sizes(lambda t: mode.leaving([t], "resize_"), _ignored)
         self._step.enter_context(listening_to([raw, sizes, (_reads, mode.asked), *told_of_compiled(mode.compiled)]))
         if units_of(self._model):
             self._step.enter_context(around_units(self._of_unit))
-        if not head.module:
-            self._head_begins(module)  # its call has begun already
 
-    def _work(self, state: Running, head: TiledHead) -> Sizes | None:
-        """What a step of this plan does. If the user gave the plan, its first step also runs whole ops, to compare bits."""
+    def _work(self, state: Running, head: TiledHead) -> Sizes | Proof | None:
+        """What a step of this plan does. If the user gave the plan, its first step compares bits."""
         if head.threads != torch.get_num_threads():
             self._tell(f"they were compared with {head.threads} threads, and now there are {torch.get_num_threads()}")
             return None
@@ -174,7 +207,9 @@ class Tiling(Part):
             self._tell("they were compared under other numeric settings")
             return None
         if state.is_given and self._given is None:
-            return replace(_proven(head), checked=True)
+            columns = (head.columns,) if head.columns else ()
+            self._compares = head
+            return Proof((head.rows,), columns, bool(head.rounded), self._left_nbytes)
         return _proven(head)
 
     def _head_begins(self, module: nn.Module) -> None:
@@ -202,21 +237,26 @@ class Tiling(Part):
     def step_ended(self, planned: bool) -> None:
         if self.mode is None:
             return
-        mode = self.mode
+        mode, given = self.mode, self._compares
         self._leave()
         if mode.outcome.tokens and isinstance(mode.work, Sizes):
             self._tell(f"they were compared for {mode.work.tokens:,} tokens, and some steps have others")
-        if isinstance(mode.work, Proof):
+        if isinstance(mode.work, Proof) and given is not None:
+            self._turned_out(mode.work, given)
+        elif isinstance(mode.work, Proof):
             self._now.proof = mode.work
             self._now.proved = True
             self._now.flags = numeric_flags()
-        elif planned and mode.outcome.heads and mode.work.checked:
-            self._given = not mode.outcome.wrong
-            self._flags = numeric_flags()
-            if mode.outcome.wrong:
-                self._tell(_other_bits(mode.outcome.wrong))
         elif planned:
             self._was_read(mode)
+
+    def _turned_out(self, proof: Proof, head: TiledHead) -> None:
+        """The first step of a plan that the user gave has compared its tiles."""
+        wrong = proof.refutes(_proven(head))
+        if proof.exits or wrong:
+            self._given = not wrong
+            self._flags = numeric_flags()
+        self._tell(_other_bits(wrong) if wrong else "")
 
     def evaluation_begins(self) -> None:
         self._leave()
@@ -230,6 +270,7 @@ class Tiling(Part):
 
     def _leave(self) -> None:
         mode, self.mode = self.mode, None
+        self._compares = None
         if mode is not None:
             mode.end()
             mode.leave()
@@ -261,10 +302,10 @@ class Tiling(Part):
         if not self._wanted:
             return Known("whole", why="tile='off'")
         if now.phase == "look":
-            needed = limit_nbytes is None or unmodified_peak(graph, machine) > limit_nbytes
+            needed = now.proved or limit_nbytes is None or unmodified_peak(graph, machine) > limit_nbytes
             op = head_of(graph) if needed or not self._meetings.alone else None
             now.head = None if op is None else _head(graph, op, self._model)
-            now.plain = graph
+            now.plain = None if now.proved else graph
             why = self._why_not()
             if now.head is None:
                 why = why or "no product of matrices was found from which a loss takes the logarithm of a softmax"
@@ -272,19 +313,14 @@ class Tiling(Part):
                 why = "its weights are freed between forward and backward (fully_shard with reshard_after_forward=True)"
             return Known("look", why, needed)
         if now.phase == "prove" and now.proved and now.proof is not None and now.head is not None:
-            again = now.proof.again()
-            ways = now.proof.results(now.head.tokens) if again is None else []
-            why = ""
-            if again is None and not ways:
-                wrong = now.proof.wrong
-                why = _other_bits(wrong) if wrong else "no loss reads the logits in a way that can run on tiles"
-            return Known("prove", why, True, again is not None, len(ways))
-        if now.phase == "tiled" and now.plain is not None:
+            return _of_proof(now.proof, now.head.tokens)
+        if now.phase == "tiled":
             if len(now.observed) < len(now.ways):
                 now.observed.append(graph)
             if len(now.observed) < len(now.ways):
                 return Known("tiled", "", True)
-            costs = tuple(self._cost(each, limit_nbytes, machine) for each in (now.plain, *now.observed))
+            plain = _NEVER if now.plain is None else self._cost(now.plain, limit_nbytes, machine)
+            costs = (plain, *(self._cost(each, limit_nbytes, machine) for each in now.observed))
             return Known("tiled", "", True, costs=costs)
         return Known("prove, but no head ran" if now.phase == "prove" else "whole")
 
@@ -294,7 +330,13 @@ class Tiling(Part):
             now.phase = "prove" if known.needed and not known.why else "whole"
             if known.needed:
                 self._tell(known.why)
-            return now.phase == "prove"
+            if not now.proved:
+                return now.phase == "prove"
+            if self._meetings.alone and now.phase == "prove" and now.proof is not None and now.head is not None:
+                self._prove_on(now, _of_proof(now.proof, now.head.tokens))
+            else:  # ranks prove together
+                now.proof, now.proved = None, False
+            return True
         if now.phase == "prove":  # its graph is not that of a usual step
             self._prove_on(now, known)
             return True
@@ -322,6 +364,14 @@ class Tiling(Part):
                 now.phase = "tiled"
                 now.observed = []
         now.proved = False
+
+    def _proof(self, rows: int, columns: int) -> Proof:
+        """The comparison of tiles of logits of so many rows and columns."""
+        return Proof(_parts(rows), _parts(columns), self._config.tile == "rounding", self._left_nbytes)
+
+    def _left_nbytes(self) -> int | None:
+        """Bytes that are left on the device of the model; None where that is not known."""
+        return backend_of(device_of(self._model)).left_nbytes()
 
     def _why_not(self) -> str:
         if loaded() is None:
@@ -364,17 +414,21 @@ class Tiling(Part):
         budget in less time.
         """
         now = self._now
-        if now.phase != "tiled" or now.plain is None:
+        if now.phase != "tiled":
             return solve(graph)
-        if not now.best:
+        if not now.best and now.plain is not None:
             now.phase = "whole"
             return solve(now.plain)
         graph = now.observed[now.best - 1]
         tiles = (now.ways[now.best - 1],)
         now.ways = tiles
         now.observed = []
-        self._say(f"MemOpt: {tiles_text(tiles)}. Their bits were compared with those of the whole ops on this machine")
+        on = "" if now.proof is None or not now.proof.compared else f", on {now.proof.compared:,} rows, which is what fits"
+        self._say(f"MemOpt: {tiles_text(tiles)}. Their bits were compared with those of the whole ops on this machine{on}")
         solved = solve(graph)
+        if now.plain is None:
+            frontier = replace(solved.frontier, tiles=tiles)
+            return solved._replace(frontier=frontier, plan=replace(solved.plan, tiles=tiles))
         plain_nbytes = unmodified_peak(machine.usual_step(now.plain), machine)
         frontier = replace(solved.frontier, tiles=tiles, unmodified_peak_nbytes=plain_nbytes)
         return solved._replace(frontier=frontier, plan=replace(solved.plan, tiles=tiles, unmodified_peak_nbytes=plain_nbytes))
@@ -404,15 +458,22 @@ def _other_bits(op: str) -> str:
     return f"tiles give other bits than the whole op on this machine ({op})"
 
 
-def _sizes(head: TiledHead, rounding: bool) -> Proof:
-    """The sizes that are tried. `head`: with all rows and columns."""
+def _of_proof(proof: Proof, tokens: int) -> Known:
+    """What a proof has shown."""
+    again = proof.again()
+    ways = proof.results(tokens) if again is None else []
+    why = ""
+    if again is None and not ways:
+        wrong = proof.wrong
+        why = _other_bits(wrong) if wrong else "no loss reads the logits in a way that can run on tiles"
+    return Known("prove", why, True, again is not None, len(ways))
 
-    def parts(n: int) -> tuple[int, ...]:
-        even = {n // part for part in _PARTS if n % (part * _VECTOR) == 0}  # the last tile is as large as the others
-        sizes = even or {-(-n // (part * _STEP)) * _STEP for part in _PARTS}
-        return tuple(sorted(size for size in sizes if size < n))
 
-    return Proof(parts(head.rows), parts(head.columns), rounding)
+def _parts(n: int) -> tuple[int, ...]:
+    """The sizes of tiles that are tried, from small to large, for so many rows or columns."""
+    even = {n // part for part in _PARTS if n % (part * _VECTOR) == 0}  # the last tile is as large as the others
+    sizes = even or {-(-n // (part * _STEP)) * _STEP for part in _PARTS}
+    return tuple(sorted(size for size in sizes if size < n))
 
 
 def _tiled(head: TiledHead, sizes: Sizes) -> TiledHead:

@@ -14,7 +14,7 @@ import torch
 
 from lightning_memopt.record.tensors import tensors_in
 from lightning_memopt.runtime.tiles.kinds import LogSoftmax, alone, on_rows
-from lightning_memopt.runtime.tiles.recipes import Recipe, Seen, Span, around, run_whole, spans, tiles
+from lightning_memopt.runtime.tiles.recipes import Recipe, Seen, Span, around, run_whole, seen_in, spans, tiles
 from lightning_memopt.runtime.tiles.rules import may_be_lost, meta, reducing
 from lightning_memopt.torch_private import OpOverload
 
@@ -42,17 +42,28 @@ class Exit:
     def key(self) -> str:
         return self._func._name + self.reads.which
 
-    def run(self, size: int, notes: bool) -> Any:
-        """The results of the op, in tiles of `size` rows or columns. `notes`: a gradient will be made by columns."""
+    @property
+    def all_reads(self) -> list[Seen]:
+        """The views of recipes' results that it reads, one for each time."""
+        return seen_in(self._args)
+
+    def run(self, size: int, notes: bool, rows: int | None = None) -> Any:
+        """The results of the op, in tiles of `size` rows or columns, on all rows or on the first `rows`. `notes`: a gradient
+        will be made by columns.
+        """
         raise NotImplementedError
 
-    def whole(self) -> Any:
-        """The results of the op on whole tensors, which are made for it."""
-        return run_whole(self._func, self._args, {}, {})
+    def whole(self, made: dict[int, torch.Tensor]) -> Any:
+        """The results of the op on whole tensors. `made`: see `run_whole`."""
+        return run_whole(self._func, self._args, {}, made)
 
-    def gives(self, size: int, result: Any, alike: Any) -> bool:
-        """Whether tiles of this size give this result. `alike`: compares two tensors."""
-        return all(map(alike, tensors_in(self.run(size, notes=True)), tensors_in(result)))
+    def part(self, rows: int) -> Any:
+        """The results of the op on the first rows, as flat as tiles are."""
+        return self.run(rows, notes=False, rows=rows)
+
+    def gives(self, result: Any, rows: int | None, size: int, alike: Any) -> bool:
+        """Whether tiles of this size give this result, of `whole` or of `part(rows)`. `alike`: compares two tensors."""
+        return all(map(alike, tensors_in(self.run(size, notes=True, rows=rows)), tensors_in(result)))
 
 
 class Loss(Exit):
@@ -61,16 +72,21 @@ class Loss(Exit):
     It also notes what tiles of columns need of each row.
     """
 
-    def run(self, size: int, notes: bool) -> Any:
+    def run(self, size: int, notes: bool, rows: int | None = None) -> Any:
         scores, target, weight, reduction, ignored = self._args
         recipe: Recipe = scores.recipe
+        n = scores.rows if rows is None else rows
         if notes and isinstance(recipe, LogSoftmax) and scores.is_whole and not recipe.is_noted:
             recipe.expect()
         first = torch.where(target == ignored, 0, target)[:, None]
-        picked = torch.empty(scores.rows, 1, dtype=recipe.like.dtype, device=recipe.device)
-        for span in spans(scores.rows, size):
+        picked = torch.empty(n, 1, dtype=recipe.like.dtype, device=recipe.device)
+        for span in spans(n, size):
             span.of(picked).copy_(tiles([scores], span)[0].gather(1, span.of(first)))
-        return self._func(picked, alone(target, ignored), weight, reduction, ignored)
+        return self._func(picked, alone(target, ignored)[:n], weight, reduction, ignored)
+
+    def part(self, rows: int) -> Any:
+        scores, target, *others = self._args
+        return self._func(tiles([scores], Span(0, rows))[0], target[:rows], *others)
 
 
 class Reduction(Exit):
@@ -80,15 +96,18 @@ class Reduction(Exit):
         super().__init__(func, args, args[0])
         self._dim_at = dim_at
 
-    def run(self, size: int, notes: bool) -> Any:
+    def run(self, size: int, notes: bool, rows: int | None = None) -> Any:
         def make(seen: Seen) -> torch.Tensor:
             return tiles([seen], span)[0]
 
         parts = []
-        for span in spans(self.reads.rows, size):
+        for span in spans(self.reads.rows if rows is None else rows, size):
             parts.append(tensors_in(on_rows(self._func, self._args, {}, self._dim_at, make, span)))
+        results = [torch.cat(each) for each in zip(*parts, strict=True)]
+        if rows is not None:
+            return results
         like = self._func(*map(meta, self._args))
-        results = [torch.cat(each).view(t.size()) for each, t in zip(zip(*parts, strict=True), tensors_in(like), strict=True)]
+        results = [each.view(t.size()) for each, t in zip(results, tensors_in(like), strict=True)]
         return results[0] if isinstance(like, torch.Tensor) else tuple(results)
 
 
@@ -122,16 +141,17 @@ class Product(Exit):
                 for span in spans(recipe.rows, _ROWS):
                     tiles([recipe.all], span)
 
-    def run(self, size: int, notes: bool) -> torch.Tensor:
+    def run(self, size: int, notes: bool, rows: int | None = None) -> torch.Tensor:
         self._note()
-        out = torch.empty(self.n, self._other.size(1), dtype=self.reads.recipe.like.dtype, device=self.reads.recipe.device)
-        for span in spans(self.n, size, self.columns):
+        n = self.n if rows is None else rows
+        out = torch.empty(n, self._other.size(1), dtype=self.reads.recipe.like.dtype, device=self.reads.recipe.device)
+        for span in spans(n, size, self.columns):
             self.into(out[span.first : span.end], span)
         return out
 
-    def gives(self, size: int, result: Any, alike: Any) -> bool:
+    def gives(self, result: Any, rows: int | None, size: int, alike: Any) -> bool:
         self._note()
-        for span in spans(self.n, size, self.columns):
+        for span in spans(self.n if rows is None else rows, size, self.columns):
             whole = result[span.first : span.end]
             part = torch.empty_like(whole)
             self.into(part, span)

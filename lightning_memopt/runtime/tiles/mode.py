@@ -15,15 +15,15 @@ last, so recorders and modes of the user see the same ops as without tiles.
 What is made of a tensor that has got its bytes is still made in tiles: its recipe is known as long as the bytes are there and
 nobody has written to them.
 
-To *prove* tiles, all ops run as they are. Their results get recipes, and at each exit the tiles are compared with the result,
-bit by bit.
+To *prove* tiles, each of these ops is compared with the whole op, bit by bit, when it is called (proof.py). A product that
+makes logits is looked for in a step of which nothing is known yet: a step of this size may not fit as it is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -38,10 +38,10 @@ from lightning_memopt.record.tensors import tensors_in
 from lightning_memopt.record.uncompiled import uncompiled
 from lightning_memopt.runtime.tiles.exits import Exit, exit_for
 from lightning_memopt.runtime.tiles.hollow import fill, hollow, recipe_of, set_recipe, view_of
-from lightning_memopt.runtime.tiles.proof import HELD, Proof, Sizes, equal
+from lightning_memopt.runtime.tiles.proof import HELD, Proof, Sizes
 from lightning_memopt.runtime.tiles.recipes import Recipe, seen, seen_in
 from lightning_memopt.runtime.tiles.rules import device_in, name_of, product_for, recipe_for, zeros_for
-from lightning_memopt.torch_private import OpOverload, free_weak, storage_id, storage_of_weak, weak_expired
+from lightning_memopt.torch_private import OpOverload, free_weak, storage_id, weak_expired
 
 
 @dataclass
@@ -50,13 +50,11 @@ class Outcome:
 
     heads: how many products were not computed.
     read: op or access by which user code read what was not there -> the bytes that were made for it.
-    wrong: an op whose tiles have other bits than the whole op (`Sizes.checked`); "" if there is none.
     tokens: the number of rows of logits that were whole, because tiles were compared for another number; 0 if there were none.
     """
 
     heads: int = 0
     read: dict[str, int] = field(default_factory=dict)
-    wrong: str = ""
     tokens: int = 0
 
 
@@ -91,14 +89,6 @@ class _Known:
             if weak_expired(reference):
                 self._free(storage)
 
-    def alive(self) -> Iterator[tuple[Recipe, torch.Tensor]]:
-        """The recipes whose storages are not freed, each with its result as the op gave it."""
-        for recipe, reference in list(self._recipes.values()):
-            storage = storage_of_weak(reference)
-            if storage is not None:
-                empty = torch.empty(0, dtype=recipe.like.dtype, device=recipe.device)
-                yield recipe, empty.set_(storage, 0, recipe.like.size(), recipe.like.stride())
-
     def clear(self) -> None:
         for storage in list(self._recipes):
             self._free(storage)
@@ -109,9 +99,9 @@ class _Known:
 
 
 class TileMode(Outside):
-    """Runs a loss head in tiles of some `sizes`, or proves that tiles give its bits.
+    """Runs a loss head in tiles of some sizes, or proves that tiles give its bits.
 
-    work: the sizes, or the proof.
+    work: the sizes, or the proof; None while no product is known that should run in tiles.
     inside: whether the module of the head runs, so that the next product with `classes` columns is the head's.
     took: whether the last op made or read a tensor with a recipe: it must not run again by itself.
     outcome: what this step has come to so far.
@@ -121,11 +111,14 @@ class TileMode(Outside):
 
     sees_last = True
 
-    def __init__(self, classes: int, work: Sizes | Proof, notes: bool) -> None:
-        """`notes`: the gradient of the classes' vectors will be asked for."""
+    def __init__(self, classes: int, work: Sizes | Proof | None, notes: bool, begins: Begins = lambda product: None) -> None:
+        """`notes`: the gradient of the classes' vectors will be asked for. `begins`: asked about each product with so many
+        classes as long as there is no work.
+        """
         super().__init__()
         self._classes = classes
         self.work = work
+        self._begins_with = begins
         self._notes = notes
         self.inside = self.took = False
         self._flags = numeric_flags()
@@ -153,10 +146,8 @@ class TileMode(Outside):
             self._writes(func, args, named)
         if not read:
             return self._begins(func, args, named)
-        if isinstance(self.work, Proof):
-            return self._prove(self.work, func, args, named, read)
         self.took = True
-        return self._defer(self.work, func, args, named, read)
+        return self._defer(func, args, named, read)
 
     # -- ops that read nothing with a recipe -------------------------------------------------------
 
@@ -168,12 +159,16 @@ class TileMode(Outside):
             recipe = self._product(func, args, kwargs)
         if recipe is None or not self._may(name_of(func)):
             return func(*args, **kwargs)
-        self.took = isinstance(self.work, Sizes)
-        return self._made(recipe, name_of(func), func, args, kwargs)
+        self.took = True
+        return self._made(recipe, name_of(func), func)
 
     def _product(self, func: OpOverload, args: tuple, kwargs: dict) -> Recipe | None:
         recipe = product_for(func, args, kwargs) if all(map(is_plain, tensors_in(args))) else None
         if recipe is None or recipe.columns != self._classes or any(storage_id(t) in self._exposed for t in recipe.tensors):
+            return None
+        if self.work is None:
+            self.work = self._begins_with(recipe)
+        if self.work is None or not self.work.rows:
             return None
         if isinstance(self.work, Sizes) and recipe.rows != self.work.tokens:
             self.outcome.tokens = recipe.rows
@@ -183,26 +178,20 @@ class TileMode(Outside):
 
     def _may(self, name: str) -> bool:
         """Whether an op may run in tiles: in a proof, all may."""
-        return isinstance(self.work, Proof) or name in self.work.ops
+        return not isinstance(self.work, Sizes) or name in self.work.ops
 
-    def _made(self, recipe: Recipe, name: str, func: OpOverload, args: tuple, kwargs: dict) -> torch.Tensor:
+    def _made(self, recipe: Recipe, name: str, func: OpOverload) -> torch.Tensor:
         """The result of an op that has a recipe."""
+        if isinstance(self.work, Proof):
+            whole = self.work.recipe(recipe, name, name_of(func))
+            if whole is not None:
+                return whole
         self._rows.add(recipe.rows)
         self._follow(recipe)
-        if isinstance(self.work, Proof):
-            self.work.ops.add(name)
-            result: torch.Tensor = func(*args, **kwargs)
-            self._knows(result, recipe)
-            return result
         return hollow(recipe)
 
-    def _knows(self, t: torch.Tensor, recipe: Recipe) -> None:
-        reference: int = t.untyped_storage()._weak_ref()  # type: ignore[assignment]
-        self._known.add(storage_id(t), reference, recipe)
-
     def _follow(self, recipe: Recipe) -> None:
-        if isinstance(self.work, Sizes):
-            self._recipes.add(recipe)
+        self._recipes.add(recipe)
         self._sources.update(storage_id(t) for t in recipe.tensors)
 
     # -- ops that do -------------------------------------------------------------------------------
@@ -213,25 +202,8 @@ class TileMode(Outside):
 
     def recipe_of(self, t: torch.Tensor) -> Recipe | None:
         """The recipe of a tensor's bytes; None if it has none."""
-        recipe: Recipe | None = recipe_of(t) if isinstance(self.work, Sizes) else None
+        recipe: Recipe | None = recipe_of(t)
         return self._known.get(t) if recipe is None and self._known else recipe
-
-    def _prove(self, proof: Proof, func: OpOverload, args: tuple, kwargs: dict, read: Sequence[torch.Tensor]) -> Any:
-        exit, recipe, name = self._how(func, args, kwargs)
-        if recipe is not None and not func._schema.is_mutable:
-            return self._made(recipe, name, func, args, kwargs)
-        if recipe is None and exit is None and not _is_view(func):
-            for t in read:
-                proof.read(seen(t, self.recipe_of), t, name_of(func))
-        result = func(*args, **kwargs)
-        if exit is not None:
-            proof.compare(exit, args[0], result)
-        self._overwritten(func, args, kwargs)
-        if recipe is not None:  # it has written to its first argument
-            self._follow(recipe)
-            proof.ops.add(name)
-            self._knows(args[0], recipe)
-        return result
 
     def _how(self, func: OpOverload, args: tuple, kwargs: dict) -> tuple[Exit | None, Recipe | None, str]:
         """How an op that reads what has recipes can run in tiles: as an exit, or by a recipe of its own; and its name."""
@@ -246,7 +218,7 @@ class TileMode(Outside):
             return exit, None, name
         return None, recipe_for(func, known, named, device_in(values)), name
 
-    def _defer(self, sizes: Sizes, func: OpOverload, args: tuple, kwargs: dict, read: Sequence[torch.Tensor]) -> Any:
+    def _defer(self, func: OpOverload, args: tuple, kwargs: dict, read: Sequence[torch.Tensor]) -> Any:
         reader = name_of(func)
         if _is_view(func):
             view = view_of(args[0], func, args, kwargs) if args and recipe_of(args[0]) is not None else None
@@ -256,11 +228,13 @@ class TileMode(Outside):
             exit, recipe, name = self._how(func, args, kwargs)
             if exit is not None:
                 reader = exit.key
-                if reader in sizes.ops:
-                    return self._leaves(sizes, exit)
+                if isinstance(self.work, Proof):
+                    return self.work.exit(exit)
+                if self._may(reader):
+                    return self._leaves(exit)
             if recipe is not None and not func._schema.is_mutable:
-                return self._made(recipe, name, func, args, kwargs)
-            if recipe is not None and recipe_of(args[0]) is not None:
+                return self._made(recipe, name, func)
+            if recipe is not None and recipe_of(args[0]) is not None and self._replaces(recipe, name, func):
                 self._follow(recipe)
                 set_recipe(args[0], recipe)
                 return args[0]
@@ -269,23 +243,19 @@ class TileMode(Outside):
         self._overwritten(func, args, kwargs)
         return result
 
+    def _replaces(self, recipe: Recipe, name: str, func: OpOverload) -> bool:
+        """Whether tiles may make what an op with this recipe writes to a hollow tensor."""
+        return not isinstance(self.work, Proof) or self.work.recipe(recipe, name, name_of(func)) is None
+
     def _overwritten(self, func: OpOverload, args: tuple, kwargs: dict) -> None:
         """An op has run: what it has written to has other bytes than those of a recipe."""
         if self._known and func._schema.is_mutable:
             self._known.drop(_written(func, args, kwargs))
 
-    def _leaves(self, sizes: Sizes, exit: Exit) -> Any:
+    def _leaves(self, exit: Exit) -> Any:
         """The result of an exit."""
-        result = exit.run(sizes.columns if exit.columns else sizes.rows, self._notes and bool(sizes.columns))
-        if not sizes.checked:
-            return result
-        whole = exit.whole()
-        self._check(tensors_in(result), tensors_in(whole), exit.key)
-        return whole
-
-    def _check(self, tiled: Iterable[torch.Tensor], whole: Iterable[torch.Tensor], key: str) -> None:
-        if not all(map(equal, tiled, whole)):
-            self.outcome.wrong = key
+        assert isinstance(self.work, Sizes)
+        return exit.run(self.work.columns if exit.columns else self.work.rows, self._notes and bool(self.work.columns))
 
     def _writes(self, func: OpOverload, args: tuple, kwargs: dict) -> None:
         """An op is about to write. If recipes read what it writes, they are made first."""
@@ -293,36 +263,26 @@ class TileMode(Outside):
 
     def _make(self, recipes: Sequence[Recipe], reader: str) -> None:
         """Make the bytes of these recipes, because `reader` asks for them."""
-        planned = isinstance(self.work, Sizes) and reader in self.work.assembled
         with below_autograd():
             for recipe in recipes:
                 address = recipe.address
-                if address is None:
-                    continue
-                reference = fill(recipe, partial(self._assembled, recipe, reader) if planned else recipe.whole)
-                self._known.add(address, reference, recipe)
-                if not planned:
-                    self.outcome.read[reader] = self.outcome.read.get(reader, 0) + recipe.like.nbytes
+                if address is not None:
+                    self._known.add(address, fill(recipe, partial(self._whole, recipe, reader)), recipe)
+
+    def _whole(self, recipe: Recipe, reader: str) -> torch.Tensor:
+        """The bytes of a recipe, from tiles where it is known that `reader` reads them."""
+        if isinstance(self.work, Proof):
+            return self.work.assembled(recipe, reader)
+        assert self.work is not None
+        if reader in self.work.assembled:
+            return recipe.assembled(self.work.rows)
+        self.outcome.read[reader] = self.outcome.read.get(reader, 0) + recipe.like.nbytes
+        return recipe.whole()
 
     def _make_all(self, reader: str) -> None:
-        """What recipes read is about to change: make what is alive. In a proof, compare what tiles would make of it."""
-        if isinstance(self.work, Sizes):
-            self._make(list(self._recipes), reader)
-        else:
-            with below_autograd():
-                for recipe, whole in self._known.alive():
-                    self.work.read(recipe.all, whole, reader)
+        """What recipes read is about to change: make what is alive."""
+        self._make(list(self._recipes), reader)
         self._known.clear()
-
-    def _assembled(self, recipe: Recipe, reader: str) -> torch.Tensor:
-        """The bytes of a recipe, from tiles."""
-        assert isinstance(self.work, Sizes)
-        made = recipe.assembled(self.work.rows)
-        if not self.work.checked:
-            return made
-        whole = recipe.whole()
-        self._check([made], [whole], reader)
-        return whole
 
     @uncompiled
     def asked(self, t: torch.Tensor, name: str) -> None:
@@ -373,6 +333,10 @@ class TileMode(Outside):
         self._make_all(HELD)
         self._rows.clear()
         self._sources.clear()
+
+
+Begins = Callable[[Recipe], Proof | None]
+"""Whether tiles are to be proven, from this product on, in a step of which nothing is known."""
 
 
 def _has_storage(t: torch.Tensor) -> bool:

@@ -1,24 +1,30 @@
-"""Which sizes of tiles give the bits of the whole ops: compared in a step that runs whole, where the bits are used."""
+"""Which sizes of tiles give the bits of the whole ops: compared in a step that runs in tiles, op by op.
+
+Each op is run whole, beside its tiles, on what the ops before it have given, whose tiles have given these bits. So at most an
+op's arguments and its result are whole at a time, never what a step as it is has of logits. If even these do not fit into the
+device's memory, the op runs on as many rows as do.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_memopt.runtime.tiles.exits import Exit, Product
-from lightning_memopt.runtime.tiles.recipes import Seen, spans, tiles
+from lightning_memopt.runtime.tiles.recipes import Recipe, Seen, Span, spans
 
 HELD = "the loop that holds them"
 """The reader of tensors that the loop still holds when weights change."""
-_ASSEMBLED = "assembled"
 _PRODUCT = "aten::mm"
 """The product by columns, where these cannot be made in tiles."""
 _ROUNDINGS = 8
 """With `rounding`, tiles may differ by so many roundings of the largest value."""
+_MAKING = 3
+"""To make a tile takes the memory of about so many: those of an op, and of what it reads."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +35,7 @@ class Sizes:
     tokens: the number of rows of the logits. With another one, the head is whole.
     ops: names of the ops that may run in tiles, and keys of exits.
     assembled: keys of exits and names of other ops that read whole tensors, which are assembled from tiles of rows.
-    rounded: keys of exits whose tiles differ by rounding.
-    checked: each exit also runs whole, and its bits are compared: tiles were proven on another machine.
+    rounded: names of the ops whose tiles differ by rounding.
     """
 
     rows: int
@@ -39,67 +44,138 @@ class Sizes:
     ops: frozenset[str]
     assembled: frozenset[str] = frozenset()
     rounded: frozenset[str] = frozenset()
-    checked: bool = False
 
 
 @dataclass
 class Proof:
-    """What a step finds out about tiles. At each exit, sizes are compared from small to large until one gives its bits.
+    """What a step finds out about tiles. For each op, sizes are compared from small to large until one gives its bits. An op
+    whose smallest tiles do not is whole in this step, and so is what is made of it.
 
     rows, columns: the sizes, from small to large.
     rounding: whether tiles are accepted that differ by rounding.
-    ops: names of the ops that have recipes.
+    room: gives the bytes that are left on the device; None where that is not known.
     exits: how many exits have been compared.
     wrong: the last op whose smallest tiles had other bits, for the message.
+    compared: the smallest number of rows on which an op was compared, if one was not compared on all; else 0.
     """
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     rounding: bool = False
-    ops: set[str] = field(default_factory=set)
+    room: Callable[[], int | None] = lambda: None
     exits: int = 0
     wrong: str = ""
+    compared: int = 0
     _first: dict[str, int] = field(default_factory=dict)
-    """Key of an exit -> position of the first size that has given its results each time; the number of sizes if none has."""
+    """Name of an op, or key of an exit -> position of the first size that has given its results each time; the number of sizes
+    if none has.
+    """
     _rounded: set[tuple[str, int]] = field(default_factory=set)
-    """Key of an exit, and position of a size that gives its results with other bits."""
+    """Name of an op, and position of a size that gives its results with other bits."""
     _by_columns: set[str] = field(default_factory=set)
     """Keys of exits that run in tiles of columns."""
     _products: set[str] = field(default_factory=set)
     """Keys of exits that are products in tiles of rows."""
+    _exits: set[str] = field(default_factory=set)
+    """Keys of all exits."""
     _readers: set[str] = field(default_factory=set)
     """Names of ops that read whole tensors."""
+    _last: tuple[Recipe, torch.Tensor] | None = None
+    """The recipe that was compared last, with its result: the next op usually reads that."""
 
-    def compare(self, exit: Exit, whole: torch.Tensor, result: Any) -> None:
-        """An exit has run as it is on `whole`, and gave `result`: compare it with tiles."""
+    def recipe(self, recipe: Recipe, name: str, reader: str) -> torch.Tensor | None:
+        """An op has a recipe: compare it with tiles. Returns its result where it must be whole; None where tiles may make it.
+
+        name: by which it is compared. reader: by which it reads whole tensors if no tiles give its bits.
+        """
+        divides = recipe.keeps_rows and all(s.is_whole for s in recipe.reads)
+        rows = self._rows_for(recipe, [*recipe.reads, recipe.all], 1) if divides else None
+        made = self._made(recipe.reads, rows)
+
+        def make(seen: Seen, span: Span) -> torch.Tensor:
+            r = seen.recipe
+            matrix = made[id(r)].as_strided((rows or r.rows, r.columns), (r.columns, 1), 0)
+            return (span if seen.is_whole else seen.through(span)).of(matrix)
+
+        def tile(span: Span) -> torch.Tensor:
+            return recipe.tile(lambda seen: make(seen, span), span)
+
+        whole = recipe.computed(made) if rows is None else tile(Span(0, rows))
+        matrix = whole.view(-1, recipe.columns)
+
+        def gives(size: int, alike: _Alike) -> bool:
+            return all(alike(tile(span), span.of(matrix)) for span in spans(matrix.size(0), size))
+
+        self._try(name, self.rows, gives, rows)
+        if not self._first[name]:
+            self._last = (recipe, whole) if rows is None else None
+            return None
+        if self._first[name] == len(self.rows):
+            self._readers.add(reader)
+        self._last = None
+        return whole if rows is None else recipe.computed(self._made(recipe.reads, None))
+
+    def exit(self, exit: Exit) -> Any:
+        """An op reads tiles: its result, which is compared with that of tiles."""
         self.exits += 1
         key = exit.key
+        self._exits.add(key)
         if exit.columns:
             self._by_columns.add(key)
         elif isinstance(exit, Product):
             self._products.add(key)
-        self._try(key, self.columns if exit.columns else self.rows, lambda size, alike: exit.gives(size, result, alike), key)
-        if self._first[key] or exit.columns:  # the gradient that is read by columns may be made whole instead
-            self._assembles(exit.reads, whole, key)
+        rows = None if exit.columns else self._rows_for(exit.reads.recipe, exit.all_reads, _MAKING)
+        result = exit.whole(self._made(exit.all_reads, None)) if rows is None else exit.part(rows)
+        self._last = None
+        self._try(key, self.columns if exit.columns else self.rows, partial(exit.gives, result, rows), rows)
+        if rows is None:
+            return result
+        at = self._first[key]
+        return exit.run(self.rows[at], notes=True) if at < len(self.rows) else exit.whole(self._made(exit.all_reads, None))
 
-    def read(self, seen: Seen, whole: torch.Tensor, name: str) -> None:
-        """An op reads a view of a recipe's result, and cannot run in tiles: compare the tensor with what tiles of rows make."""
-        self._readers.add(name)
-        self._assembles(seen, whole, name)
+    def assembled(self, recipe: Recipe, reader: str) -> torch.Tensor:
+        """The result of a recipe, for an op that reads it whole."""
+        self._readers.add(reader)
+        return recipe.assembled(self.rows[0])
 
-    def _assembles(self, seen: Seen, whole: torch.Tensor, name: str) -> None:
-        recipe = seen.recipe
-        matrix = whole.as_strided((recipe.rows, recipe.columns), (recipe.columns, 1), 0)
+    def _made(self, reads: Sequence[Seen], rows: int | None) -> dict[int, torch.Tensor]:
+        """The results of the recipes that an op reads, by their ids, or their first rows."""
+        made: dict[int, torch.Tensor] = {}
+        for recipe in (s.recipe for s in reads):
+            if self._last is not None and self._last[0] is recipe:
+                made[id(recipe)] = self._last[1]
+            elif id(recipe) not in made:
+                made[id(recipe)] = recipe.assembled(self.rows[0], rows)
+        return made
 
-        def gives(size: int, alike: _Alike) -> bool:
-            return all(alike(tiles([recipe.all], span)[0], span.of(matrix)) for span in spans(recipe.rows, size))
+    def _rows_for(self, like: Recipe, takes: Sequence[Seen], times: int) -> int | None:
+        """On how many rows an op can be compared in the memory that is left; None if on all.
 
-        self._try(_ASSEMBLED, self.rows, gives, name)
+        like: has as many rows. takes: what must be there in whole, `times` times if it is not all of it.
+        """
+        left_nbytes = self.room()
+        there = None if self._last is None else self._last[0]
+        nbytes = sum(r.like.nbytes for r in {s.recipe for s in takes} if r is not there)
+        if left_nbytes is None:
+            return None
+        left_nbytes -= _MAKING * self.rows[0] * like.like.nbytes // like.rows
+        if nbytes <= left_nbytes:
+            return None
+        fit = left_nbytes * like.rows // (times * nbytes) // self.rows[0] * self.rows[0]
+        rows = min(max(fit, 2 * self.rows[0]), like.rows)  # one tile shows nothing
+        self.compared = min(self.compared or rows, rows)
+        return rows
 
-    def _try(self, key: str, sizes: Sequence[int], gives: Callable[[int, _Alike], bool], name: str) -> None:
+    def _try(self, key: str, sizes: Sequence[int], gives: Callable[[int, _Alike], bool], rows: int | None) -> None:
+        """`rows`: only so many are compared."""
         at = self._first.get(key, 0)
-        while at < len(sizes) and not self._gives(key, at, partial(gives, sizes[at])):
-            self.wrong = name
+        while at < len(sizes):
+            if rows is not None and 2 * sizes[at] > rows:
+                at = len(sizes)
+                break
+            if self._gives(key, at, partial(gives, sizes[at])):
+                break
+            self.wrong = key
             at += 1
         self._first[key] = at if sizes else 1
 
@@ -121,29 +197,35 @@ class Proof:
             self._rounded.add((key, at))
         return given
 
+    def refutes(self, sizes: Sizes) -> str:
+        """The name of an op that runs in tiles of these sizes, and whose tiles had other bits; "" if there is none. They are
+        the smallest ones of this proof.
+        """
+        return next((key for key, at in self._first.items() if at and key in sizes.ops), "")
+
     def again(self) -> Proof | None:
-        """The proof of another step: of larger tiles, where the smallest ones did not give the bits of some exit and larger
-        ones did. None if there is nothing to gain.
+        """The proof of another step: of larger tiles, where the smallest ones did not give the bits of some op and larger ones
+        did. None if there is nothing to gain.
         """
         by_rows = self._first.keys() - self._by_columns
         rows, columns = (
             max((at for key in keys if (at := self._first[key]) < len(sizes)), default=0)
             for keys, sizes in ((by_rows, self.rows), (self._by_columns, self.columns))
         )
-        return Proof(self.rows[rows:], self.columns[columns:], self.rounding) if rows or columns else None
+        return replace(self.anew(), rows=self.rows[rows:], columns=self.columns[columns:]) if rows or columns else None
 
     def anew(self) -> Proof:
         """The same proof of another step, because other ranks need one."""
-        return Proof(self.rows, self.columns, self.rounding)
+        return Proof(self.rows, self.columns, self.rounding, self.room)
 
     def results(self, tokens: int) -> list[Sizes]:
         """The ways in which the step may run, in the smallest tiles, with more memory and fewer products first.
 
         tokens: the number of rows of the logits.
         """
-        if not self.rows or not self._first or self._first.get(_ASSEMBLED, 0):
+        if not self._exits:
             return []
-        whole = {key for key, at in self._first.items() if at}
+        whole = {key for key in self._exits if self._first[key]}
         products = self._products | self._by_columns
         if whole & products or _PRODUCT in self._readers:  # a gradient that is whole for one product is whole for both
             whole |= products
@@ -154,12 +236,12 @@ class Proof:
 
     def _sizes(self, tokens: int, whole: set[str]) -> Sizes:
         """`whole`: keys of the exits that read whole tensors."""
-        tiled = self._first.keys() - whole
+        tiled = {key for key, at in self._first.items() if not at} - whole
         return Sizes(
             rows=self.rows[0],
             columns=self.columns[0] if tiled & self._by_columns else 0,
             tokens=tokens,
-            ops=frozenset(self.ops | (tiled - {_ASSEMBLED})),
+            ops=frozenset(tiled),
             assembled=frozenset(whole | self._readers),
             rounded=frozenset(key for key in tiled if (key, 0) in self._rounded),
         )

@@ -232,11 +232,12 @@ class Recipe:
         """The result of its op on whole tensors. `made`: the recipes whose results are there already, by id."""
         return run_whole(self.func, self.args, self.kwargs, made)
 
-    def assembled(self, size: int) -> torch.Tensor:
-        """All of its bytes, on a storage of their own, by tiles of `size` rows. Call below autograd."""
-        result = torch.empty(self.like.size(), dtype=self.like.dtype, device=self.device)
-        matrix = result.view(self.rows, self.columns)
-        for span in spans(self.rows, size):
+    def assembled(self, size: int, rows: int | None = None) -> torch.Tensor:
+        """All of its bytes, on a storage of their own, by tiles of `size` rows; or its first `rows`. Call below autograd."""
+        shape = self.like.size() if rows is None else (rows, self.columns)
+        result = torch.empty(shape, dtype=self.like.dtype, device=self.device)
+        matrix = result.view(-1, self.columns)
+        for span in spans(matrix.size(0), size):
             span.of(matrix).copy_(tiles([self.all], span)[0])
         return result
 

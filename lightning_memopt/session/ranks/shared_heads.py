@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 Cost = tuple[int, float]
-"""What the best plan costs: (0, seconds) where it keeps the budget, else (1, bytes). Smaller is better."""
+"""What the best plan costs: (0, seconds) where it keeps the budget, (1, bytes) where none does, (2, 0) where the step does not
+fit into memory. Smaller is better.
+"""
 
 
 @dataclass(frozen=True)
