@@ -84,6 +84,7 @@ class _Signature:
     plain: the graph of the step as it is; None where it did not fit.
     proof: what the step that is over has compared, or the next one compares; None for the first sizes.
     proved: the step that is over has compared tiles.
+    logits: those that the step that is over has compared, on the meta device.
     flags: the numeric settings under which tiles were compared, the number of threads among them.
     ways: the tiles in which it may run.
     observed: the graphs of steps that ran in these ways, as far as they have.
@@ -95,6 +96,7 @@ class _Signature:
     plain: Graph | None = None
     proof: Proof | None = None
     proved: bool = False
+    logits: torch.Tensor | None = None
     flags: object = None
     ways: Sequence[TiledHead] = ()
     observed: list[Graph] = field(default_factory=list)
@@ -246,6 +248,7 @@ class Tiling(Part):
         elif isinstance(mode.work, Proof):
             self._now.proof = mode.work
             self._now.proved = True
+            self._now.logits = mode.outcome.logits
             self._now.flags = numeric_flags()
         elif planned:
             self._was_read(mode)
@@ -304,7 +307,10 @@ class Tiling(Part):
         if now.phase == "look":
             needed = now.proved or limit_nbytes is None or unmodified_peak(graph, machine) > limit_nbytes
             op = head_of(graph) if needed or not self._meetings.alone else None
-            now.head = None if op is None else _head(graph, op, self._model)
+            if op is not None:
+                product = graph.tensors[op.outputs[0]]
+                size, nbytes = (product.size, product.nbytes) if now.logits is None else (now.logits.size(), now.logits.nbytes)
+                now.head = _head(op, size, nbytes, self._model)
             now.plain = None if now.proved else graph
             why = self._why_not()
             if now.head is None:
@@ -444,14 +450,14 @@ class Tiling(Part):
         return 0, frontier.graph.step_seconds + frontier.within(limit_nbytes).predicted.seconds
 
 
-def _head(graph: Graph, op: Op, model: nn.Module) -> TiledHead | None:
+def _head(op: Op, size: Sequence[int], nbytes: int, model: nn.Module) -> TiledHead | None:
+    """The head whose product is this op. size, nbytes: those of the logits."""
     path = op.scope.partition("#")[0]
-    product = graph.tensors[op.outputs[0]]
-    if len(product.size) < 2 or path not in dict(model.named_modules()):
+    if len(size) < 2 or path not in dict(model.named_modules()):
         return None
-    classes = product.size[-1]
-    rows = prod(product.size[:-1])
-    return TiledHead(module=path, classes=classes, tokens=rows, rows=rows, columns=classes, unmade_nbytes=product.nbytes)
+    classes = size[-1]
+    rows = prod(size[:-1])
+    return TiledHead(module=path, classes=classes, tokens=rows, rows=rows, columns=classes, unmade_nbytes=nbytes)
 
 
 def _other_bits(op: str) -> str:

@@ -251,17 +251,18 @@ def run_whole(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], mad
 
     made: the results that are there already, by the id of their recipe.
     """
+    return func(*(_whole_of(a, made) for a in args), **{k: _whole_of(v, made) for k, v in kwargs.items()})
 
-    def real(value: Any) -> Any:
-        if type(value) is list:
-            return [real(v) for v in value]
-        if type(value) is not Seen:
-            return value
-        if id(value.recipe) not in made:
-            made[id(value.recipe)] = value.recipe.computed(made)
-        return made[id(value.recipe)].as_strided(value.size, value.stride, value.offset)
 
-    return func(*map(real, args), **{k: real(v) for k, v in kwargs.items()})
+def _whole_of(value: Any, made: dict[int, torch.Tensor]) -> Any:
+    """An argument (`seen`), with tensors instead of `Seen`."""
+    if type(value) is list:
+        return [_whole_of(v, made) for v in value]
+    if type(value) is not Seen:
+        return value
+    if id(value.recipe) not in made:
+        made[id(value.recipe)] = value.recipe.computed(made)
+    return made[id(value.recipe)].as_strided(value.size, value.stride, value.offset)
 
 
 def around(recipe: Recipe) -> list[Recipe]:
