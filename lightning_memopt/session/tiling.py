@@ -1,36 +1,24 @@
-"""Loss heads in tiles: which steps run in them, and whether the plan of a step does.
+"""Loss heads in tiles: the part of a session that runs the head of a step in tiles, or has tiles compared with whole ops.
 
-    step                     what is learned
-    observed as it is        which module makes the logits (plan/logits.py), and whether the step is too large
-    observed, proving        which sizes of tiles give the bits of the whole ops on this machine, and what else reads the logits
-    observed in tiles        the graph of the step in tiles, for which a plan is made like for any other; a step for each way
-
-Where logits do not fit into the device's memory, the first step proves tiles, too, from the first product that could make
-logits on.
-
-A step can run in tiles in two ways: the gradient of the logits is never whole, or it is made whole once, from tiles, which
-takes a product less. The plans of both are compared with the one for the step as it is. What keeps the budget in the least
-time wins. Ranks that train together decide together, after each of these steps (ranks/shared_heads.py).
+What observed steps have shown, and what the next one is for, is known for each input signature (loss_head.py). Ranks that train
+together decide together, after each of these steps (ranks/shared_heads.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
 from functools import wraps
-from math import prod
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.device.backends import backend_of
-from lightning_memopt.graph import Graph, Op
+from lightning_memopt.graph import Graph
 from lightning_memopt.native.engine import loaded
-from lightning_memopt.plan import Machine, TiledHead, tiles_text
-from lightning_memopt.plan.logits import head_of
+from lightning_memopt.plan import Machine, TiledHead
 from lightning_memopt.record import (
     Seams,
     around_innermost,
@@ -48,6 +36,7 @@ from lightning_memopt.runtime.tiles.recipes import Recipe
 from lightning_memopt.session.budget import device_of
 from lightning_memopt.session.forward.recording import Recording, in_checkpoint
 from lightning_memopt.session.judge.states import Running
+from lightning_memopt.session.loss_head import LossHead, other_bits, parts, sizes_of
 from lightning_memopt.session.observe.observing import Observing
 from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.ranks.agreement import Agreement
@@ -59,12 +48,6 @@ from lightning_memopt.torch_private import keeps_weights, sharded_parameters
 from lightning_memopt.trace import backward_runs
 from lightning_memopt.units import format_nbytes
 
-_PARTS = (2, 4, 8, 16)
-"""Tiles of which sizes are tried: these shares of the logits."""
-_VECTOR, _STEP = 16, 64
-"""Numbers of rows and columns of a tile are multiples of the first, or of the second where tiles are not equally large: kernels
-work on blocks of so many.
-"""
 _REMEMBERED = 16
 """Maximum number of signatures whose steps may run in tiles: each has a graph."""
 _UNKNOWN_NBYTES = 1 << 62
@@ -73,40 +56,8 @@ _LOSS_NBYTES = 16
 AnyRecording = TypeVar("AnyRecording", bound=Recording)
 Say = Callable[[str], None]
 Solve = Callable[[Graph], Solved]
-
-
-@dataclass(eq=False)
-class _Signature:
-    """What is known of the steps of one input signature.
-
-    phase: what the next observed step is for; `whole`: its head stays whole.
-    head: the head, if there is one.
-    plain: the graph of the step as it is; None where it did not fit.
-    proof: what the step that is over has compared, or the next one compares; None for the first sizes.
-    proved: the step that is over has compared tiles.
-    logits: those that the step that is over has compared, on the meta device.
-    flags: the numeric settings under which tiles were compared, the number of threads among them.
-    ways: the tiles in which it may run.
-    observed: the graphs of steps that ran in these ways, as far as they have.
-    best: which plan is the best: 0 for the one of the step as it is, else that of a way, from 1 on.
-    """
-
-    phase: Literal["look", "prove", "tiled", "whole"] = "look"
-    head: TiledHead | None = None
-    plain: Graph | None = None
-    proof: Proof | None = None
-    proved: bool = False
-    logits: torch.Tensor | None = None
-    flags: object = None
-    ways: Sequence[TiledHead] = ()
-    observed: list[Graph] = field(default_factory=list)
-    best: int = 0
-
-
-_NEVER: Cost = (2, 0.0)
-"""What the step as it is costs where it does not fit into the device's memory."""
-_OTHER = _Signature(phase="whole")
-"""What is known of all signatures after the first ones."""
+_OTHER = LossHead(phase="whole")
+"""What is known of the steps of all signatures after the first ones."""
 
 
 class Tiling(Part):
@@ -126,8 +77,8 @@ class Tiling(Part):
         self._wanted = config.tile != "off"
         if self._wanted:
             parts.add(self)
-        self._known: dict[object, _Signature] = {}
-        self._now = _Signature()
+        self._known: dict[object, LossHead] = {}
+        self._now = LossHead()
         self._step = contextlib.ExitStack()
         self._said = set[str]()
         self._flags: object = None  # the numeric settings under which tiles of the user's plan were compared
@@ -140,7 +91,7 @@ class Tiling(Part):
     def forward_begins(self, signature: object) -> None:
         self._now = self._known.get(signature, _OTHER)
         if self._now is _OTHER and len(self._known) < _REMEMBERED:
-            self._now = self._known[signature] = _Signature()
+            self._now = self._known[signature] = LossHead()
         elif self._now is _OTHER:
             self._tell(f"there are batches of more than {_REMEMBERED} shapes; those of others are whole")
 
@@ -163,7 +114,7 @@ class Tiling(Part):
                 work = now.proof or self._proof(head.rows, head.columns)
             elif now.phase == "tiled":
                 head = now.ways[min(len(now.observed), len(now.ways) - 1)]
-                work = _proven(head)
+                work = sizes_of(head)
         if head is None or work is None or self._why_not():
             return
         module = self._model.get_submodule(head.module)
@@ -212,7 +163,7 @@ class Tiling(Part):
             columns = (head.columns,) if head.columns else ()
             self._compares = head
             return Proof((head.rows,), columns, bool(head.rounded), self._left_nbytes)
-        return _proven(head)
+        return sizes_of(head)
 
     def _head_begins(self, module: nn.Module) -> None:
         if self.mode is None or in_transform() or in_checkpoint():
@@ -246,20 +197,17 @@ class Tiling(Part):
         if isinstance(mode.work, Proof) and given is not None:
             self._turned_out(mode.work, given)
         elif isinstance(mode.work, Proof):
-            self._now.proof = mode.work
-            self._now.proved = True
-            self._now.logits = mode.outcome.logits
-            self._now.flags = numeric_flags()
+            self._now.compared(mode.work)
         elif planned:
             self._was_read(mode)
 
     def _turned_out(self, proof: Proof, head: TiledHead) -> None:
         """The first step of a plan that the user gave has compared its tiles."""
-        wrong = proof.refutes(_proven(head))
+        wrong = proof.refutes(sizes_of(head))
         if proof.exits or wrong:
             self._given = not wrong
             self._flags = numeric_flags()
-        self._tell(_other_bits(wrong) if wrong else "")
+        self._tell(other_bits(wrong) if wrong else "")
 
     def evaluation_begins(self) -> None:
         self._leave()
@@ -269,15 +217,19 @@ class Tiling(Part):
             self._leave()
 
     def close(self) -> None:
-        self._leave()
+        with contextlib.suppress(torch.OutOfMemoryError):  # who reads what was not made gets an error
+            self._leave()
 
     def _leave(self) -> None:
         mode, self.mode = self.mode, None
         self._compares = None
-        if mode is not None:
-            mode.end()
-            mode.leave()
-        self._step.close()
+        try:
+            if mode is not None:
+                mode.end()
+        finally:
+            if mode is not None:
+                mode.leave()
+            self._step.close()
 
     # -- what observed steps show ------------------------------------------------------------------
 
@@ -295,85 +247,36 @@ class Tiling(Part):
             return False  # ranks look together, at the step of which they would plan
         own = self._shown(now, graph, limit_nbytes, machine)
         together = self._meetings.known(own)
-        again = self._wanted and self._goes_on(now, own if together is None else together)
+        known = own if together is None else together
+        again = self._wanted and now.follows(known, self._meetings.alone, self._tell)
         if again and together is not None:
             self._meetings.observes_again()
         return again
 
-    def _shown(self, now: _Signature, graph: Graph, limit_nbytes: int | None, machine: Machine) -> Known:
+    def _shown(self, now: LossHead, graph: Graph, limit_nbytes: int | None, machine: Machine) -> Known:
         """What the step has shown."""
         if not self._wanted:
             return Known("whole", why="tile='off'")
         if now.phase == "look":
             needed = now.proved or limit_nbytes is None or unmodified_peak(graph, machine) > limit_nbytes
-            op = head_of(graph) if needed or not self._meetings.alone else None
-            if op is not None:
-                product = graph.tensors[op.outputs[0]]
-                size, nbytes = (product.size, product.nbytes) if now.logits is None else (now.logits.size(), now.logits.nbytes)
-                now.head = _head(op, size, nbytes, self._model)
-            now.plain = None if now.proved else graph
-            why = self._why_not()
-            if now.head is None:
-                why = why or "no product of matrices was found from which a loss takes the logarithm of a softmax"
-            elif not why and self._weights_leave(now.head):
-                why = "its weights are freed between forward and backward (fully_shard with reshard_after_forward=True)"
-            return Known("look", why, needed)
-        if now.phase == "prove" and now.proved and now.proof is not None and now.head is not None:
-            return _of_proof(now.proof, now.head.tokens)
+            if needed or not self._meetings.alone:
+                return now.looked(graph, self._model, needed, self._cannot)
+            return Known("look")
+        if now.phase == "prove":
+            return now.proven()
         if now.phase == "tiled":
-            if len(now.observed) < len(now.ways):
-                now.observed.append(graph)
-            if len(now.observed) < len(now.ways):
-                return Known("tiled", "", True)
-            plain = _NEVER if now.plain is None else self._cost(now.plain, limit_nbytes, machine)
-            costs = (plain, *(self._cost(each, limit_nbytes, machine) for each in now.observed))
-            return Known("tiled", "", True, costs=costs)
-        return Known("prove, but no head ran" if now.phase == "prove" else "whole")
+            return now.ran(graph, lambda each: self._cost(each, limit_nbytes, machine))
+        return Known("whole")
 
-    def _goes_on(self, now: _Signature, known: Known) -> bool:
-        """Decide by what this rank, or all together, know. Returns whether another step is observed."""
-        if now.phase == "look":
-            now.phase = "prove" if known.needed and not known.why else "whole"
-            if known.needed:
-                self._tell(known.why)
-            if not now.proved:
-                return now.phase == "prove"
-            if self._meetings.alone and now.phase == "prove" and now.proof is not None and now.head is not None:
-                self._prove_on(now, _of_proof(now.proof, now.head.tokens))
-            else:  # ranks prove together
-                now.proof, now.proved = None, False
-            return True
-        if now.phase == "prove":  # its graph is not that of a usual step
-            self._prove_on(now, known)
-            return True
-        if now.phase == "tiled" and known.why:
-            self._tell(known.why)
-            now.best = 0
-        elif now.phase == "tiled":
-            if not known.costs:
-                return True
-            now.best = known.best
-            self._tell("" if now.best else "plans without tiles are no worse")
-        return False
-
-    def _prove_on(self, now: _Signature, known: Known) -> None:
-        """After a step that proves tiles, or should have."""
-        if known.why:
-            now.phase = "whole"
-            self._tell(known.why)
-        elif now.proof is not None and now.head is not None and now.proved:
-            if known.again:
-                now.proof = now.proof.again() or now.proof.anew()
-            else:
-                head = now.head
-                now.ways = [_tiled(head, sizes) for sizes in now.proof.results(head.tokens)[-known.ways :]]
-                now.phase = "tiled"
-                now.observed = []
-        now.proved = False
+    def _cannot(self, head: TiledHead) -> str:
+        """Why this head must stay whole; "" if it need not."""
+        if self._why_not() or not self._weights_leave(head):
+            return self._why_not()
+        return "its weights are freed between forward and backward (fully_shard with reshard_after_forward=True)"
 
     def _proof(self, rows: int, columns: int) -> Proof:
         """The comparison of tiles of logits of so many rows and columns."""
-        return Proof(_parts(rows), _parts(columns), self._config.tile == "rounding", self._left_nbytes)
+        return Proof(parts(rows), parts(columns), self._config.tile == "rounding", self._left_nbytes)
 
     def _left_nbytes(self) -> int | None:
         """Bytes that are left on the device of the model; None where that is not known."""
@@ -419,25 +322,7 @@ class Tiling(Part):
         """Solve for the step of this graph. Where it ran in tiles, its plan does, unless a plan of the step as it is keeps the
         budget in less time.
         """
-        now = self._now
-        if now.phase != "tiled":
-            return solve(graph)
-        if not now.best and now.plain is not None:
-            now.phase = "whole"
-            return solve(now.plain)
-        graph = now.observed[now.best - 1]
-        tiles = (now.ways[now.best - 1],)
-        now.ways = tiles
-        now.observed = []
-        on = "" if now.proof is None or not now.proof.compared else f", on {now.proof.compared:,} rows, which is what fits"
-        self._say(f"MemOpt: {tiles_text(tiles)}. Their bits were compared with those of the whole ops on this machine{on}")
-        solved = solve(graph)
-        if now.plain is None:
-            frontier = replace(solved.frontier, tiles=tiles)
-            return solved._replace(frontier=frontier, plan=replace(solved.plan, tiles=tiles))
-        plain_nbytes = unmodified_peak(machine.usual_step(now.plain), machine)
-        frontier = replace(solved.frontier, tiles=tiles, unmodified_peak_nbytes=plain_nbytes)
-        return solved._replace(frontier=frontier, plan=replace(solved.plan, tiles=tiles, unmodified_peak_nbytes=plain_nbytes))
+        return self._now.solved(solve, machine, graph, self._say)
 
     def _cost(self, graph: Graph, limit_nbytes: int | None, machine: Machine) -> Cost:
         """What the best plan for the step of this graph costs."""
@@ -448,54 +333,6 @@ class Tiling(Part):
         if frontier.smallest_nbytes > limit_nbytes:
             return 1, frontier.smallest_nbytes
         return 0, frontier.graph.step_seconds + frontier.within(limit_nbytes).predicted.seconds
-
-
-def _head(op: Op, size: Sequence[int], nbytes: int, model: nn.Module) -> TiledHead | None:
-    """The head whose product is this op. size, nbytes: those of the logits."""
-    path = op.scope.partition("#")[0]
-    if len(size) < 2 or path not in dict(model.named_modules()):
-        return None
-    classes = size[-1]
-    rows = prod(size[:-1])
-    return TiledHead(module=path, classes=classes, tokens=rows, rows=rows, columns=classes, unmade_nbytes=nbytes)
-
-
-def _other_bits(op: str) -> str:
-    return f"tiles give other bits than the whole op on this machine ({op})"
-
-
-def _of_proof(proof: Proof, tokens: int) -> Known:
-    """What a proof has shown."""
-    again = proof.again()
-    ways = proof.results(tokens) if again is None else []
-    why = ""
-    if again is None and not ways:
-        wrong = proof.wrong
-        why = _other_bits(wrong) if wrong else "no loss reads the logits in a way that can run on tiles"
-    return Known("prove", why, True, again is not None, len(ways))
-
-
-def _parts(n: int) -> tuple[int, ...]:
-    """The sizes of tiles that are tried, from small to large, for so many rows or columns."""
-    even = {n // part for part in _PARTS if n % (part * _VECTOR) == 0}  # the last tile is as large as the others
-    sizes = even or {-(-n // (part * _STEP)) * _STEP for part in _PARTS}
-    return tuple(sorted(size for size in sizes if size < n))
-
-
-def _tiled(head: TiledHead, sizes: Sizes) -> TiledHead:
-    return replace(
-        head,
-        rows=sizes.rows,
-        columns=sizes.columns,
-        ops=tuple(sorted(sizes.ops)),
-        assembled=tuple(sorted(sizes.assembled)),
-        rounded=tuple(sorted(sizes.rounded)),
-        threads=torch.get_num_threads(),
-    )
-
-
-def _proven(head: TiledHead) -> Sizes:
-    return Sizes(head.rows, head.columns, head.tokens, frozenset(head.ops), frozenset(head.assembled), frozenset(head.rounded))
 
 
 def _ignored(t: torch.Tensor) -> None:

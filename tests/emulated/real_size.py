@@ -74,7 +74,7 @@ def in_bfloat16(build: Callable[[], Any]) -> Any:
 
 def llama_8b(lora: bool, length: int) -> Made:
     """Llama 3's 8 billion parameters, bfloat16."""
-    config = configs.LlamaConfig(vocab_size=128256, max_position_embeddings=8192, **BLOCKS)
+    config = configs.LlamaConfig(vocab_size=128256, max_position_embeddings=max(8192, length), **BLOCKS)
     model = in_bfloat16(lambda: transformers.LlamaForCausalLM(config))
     return _made(_adapted(model) if lora else model, **_words(1, length))
 
@@ -105,12 +105,13 @@ def sdxl() -> Made:
 
 @dataclass(frozen=True)
 class Card:
-    """A model on a card of some GiB, and the budget in GiB."""
+    """A model on a card of some GiB, the budget in GiB, and whether the loss head runs in tiles."""
 
     build: Callable[[], Made]
     gib: int
     budget: float
     update: str = "fused"
+    tile: str = "off"
 
 
 CARDS = {
@@ -119,6 +120,8 @@ CARDS = {
     "sdxl-like": Card(sdxl, 40, 34),
     "llama-8b-lora": Card(partial(llama_8b, True, 2048), 24, 22),
     "mixtral-lora": Card(mixtral, 141, 125),
+    "llama-8b-lora-8k": Card(partial(llama_8b, True, 8192), 24, 22, tile="exact"),
+    "llama-8b-lora-32k": Card(partial(llama_8b, True, 32768), 24, 22, tile="exact"),
     "llama-8b": Card(partial(llama_8b, False, 8192), 80, 75),
 }
 
@@ -149,7 +152,15 @@ def measure(name: str) -> None:
     if fits(made, optimizer):
         raise SystemExit(f"the plain step of {name} fits {card.gib} GiB: the row shows nothing")
     torch.cuda.empty_cache()
-    row = run(f"{name}, {card.gib} GiB", made, optimizer, int(card.budget * GIB), card.update, steps=6)
+    row = run(
+        f"{name}, {card.gib} GiB",
+        made,
+        optimizer,
+        int(card.budget * GIB),
+        card.update,
+        6 + 2 * (card.tile != "off"),
+        tile=card.tile,
+    )
     print(row, flush=True)
     raise SystemExit(not row.holds)
 

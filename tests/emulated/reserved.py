@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -134,10 +135,12 @@ def steady(step: Callable[[], None], steps: int) -> tuple[int, int]:
     return torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
 
 
-def run(name: str, made: Made, optimizer: torch.optim.Optimizer, budget: str | int, update: str, steps: int = STEPS) -> Row:
+def run(
+    name: str, made: Made, optimizer: torch.optim.Optimizer, budget: str | int, update: str, steps: int = STEPS, **options: Any
+) -> Row:
     """A module trained within a budget."""
     module, batch = made
-    with warnings.catch_warnings(), optimize(module, optimizer, budget=budget, verbose=False) as session:
+    with warnings.catch_warnings(), optimize(module, optimizer, budget=budget, verbose=False, **options) as session:
         warnings.simplefilter("ignore")
 
         def step() -> None:

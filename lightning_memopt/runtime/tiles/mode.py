@@ -49,13 +49,11 @@ class Outcome:
     """What a step in tiles came to.
 
     heads: how many products were not computed.
-    logits: the sizes and the dtype of the largest of them, as a tensor on the meta device; None if there are none.
     read: op or access by which user code read what was not there -> the bytes that were made for it.
     tokens: the number of rows of logits that were whole, because tiles were compared for another number; 0 if there were none.
     """
 
     heads: int = 0
-    logits: torch.Tensor | None = None
     read: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
 
@@ -176,8 +174,6 @@ class TileMode(Outside):
             self.outcome.tokens = recipe.rows
             return None
         self.outcome.heads += 1
-        if self.outcome.logits is None or self.outcome.logits.nbytes < recipe.like.nbytes:
-            self.outcome.logits = recipe.like
         return recipe
 
     def _may(self, name: str) -> bool:

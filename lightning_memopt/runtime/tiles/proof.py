@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lightning_memopt.runtime.tiles.exits import Exit, Product
+from lightning_memopt.runtime.tiles.kinds import Product as Logits
 from lightning_memopt.runtime.tiles.recipes import Recipe, Seen, Span, spans
 
 HELD = "the loop that holds them"
@@ -55,6 +56,7 @@ class Proof:
     rounding: whether tiles are accepted that differ by rounding.
     room: gives the bytes that are left on the device; None where that is not known.
     exits: how many exits have been compared.
+    logits: the sizes of the largest logits, and their bytes.
     wrong: the last op whose smallest tiles had other bits, for the message.
     compared: the smallest number of rows on which an op was compared, if one was not compared on all; else 0.
     """
@@ -64,6 +66,7 @@ class Proof:
     rounding: bool = False
     room: Callable[[], int | None] = lambda: None
     exits: int = 0
+    logits: tuple[tuple[int, ...], int] = ((), 0)
     wrong: str = ""
     compared: int = 0
     _first: dict[str, int] = field(default_factory=dict)
@@ -88,8 +91,21 @@ class Proof:
 
         name: by which it is compared. reader: by which it reads whole tensors if no tiles give its bits.
         """
+        if isinstance(recipe, Logits) and recipe.like.nbytes > self.logits[1]:
+            self.logits = (tuple(recipe.like.size()), recipe.like.nbytes)
         divides = recipe.keeps_rows and all(s.is_whole for s in recipe.reads)
-        rows = self._rows_for(recipe, [*recipe.reads, recipe.all], 1) if divides else None
+        takes = [*recipe.reads, recipe.all]
+        rows, whole = self._where_it_fits(recipe, takes, 1, divides, lambda rows: self._compared(recipe, name, rows))
+        if not self._first[name]:
+            self._last = (recipe, whole) if rows is None else None
+            return None
+        if self._first[name] == len(self.rows):
+            self._readers.add(reader)
+        self._last = None
+        return whole if rows is None else recipe.computed(self._made(recipe.reads, None))
+
+    def _compared(self, recipe: Recipe, name: str, rows: int | None) -> torch.Tensor:
+        """The result of a recipe by the whole op, or its first `rows`, compared with tiles."""
         made = self._made(recipe.reads, rows)
 
         def make(seen: Seen, span: Span) -> torch.Tensor:
@@ -100,20 +116,14 @@ class Proof:
         def tile(span: Span) -> torch.Tensor:
             return recipe.tile(lambda seen: make(seen, span), span)
 
-        whole = recipe.computed(made) if rows is None else tile(Span(0, rows))
+        whole: torch.Tensor = recipe.computed(made) if rows is None else tile(Span(0, rows))
         matrix = whole.view(-1, recipe.columns)
 
         def gives(size: int, alike: _Alike) -> bool:
             return all(alike(tile(span), span.of(matrix)) for span in spans(matrix.size(0), size))
 
         self._try(name, self.rows, gives, rows)
-        if not self._first[name]:
-            self._last = (recipe, whole) if rows is None else None
-            return None
-        if self._first[name] == len(self.rows):
-            self._readers.add(reader)
-        self._last = None
-        return whole if rows is None else recipe.computed(self._made(recipe.reads, None))
+        return whole
 
     def exit(self, exit: Exit) -> Any:
         """An op reads tiles: its result, which is compared with that of tiles."""
@@ -124,10 +134,14 @@ class Proof:
             self._by_columns.add(key)
         elif isinstance(exit, Product):
             self._products.add(key)
-        rows = None if exit.columns else self._rows_for(exit.reads.recipe, exit.all_reads, _MAKING)
-        result = exit.whole(self._made(exit.all_reads, None)) if rows is None else exit.part(rows)
-        self._last = None
-        self._try(key, self.columns if exit.columns else self.rows, partial(exit.gives, result, rows), rows)
+
+        def compared(rows: int | None) -> Any:
+            result = exit.part(rows) if rows is not None else exit.whole(self._made(exit.all_reads, None))
+            self._last = None
+            self._try(key, self.columns if exit.columns else self.rows, partial(exit.gives, result, rows), rows)
+            return result
+
+        rows, result = self._where_it_fits(exit.reads.recipe, exit.all_reads, _MAKING, not exit.columns, compared)
         if rows is None:
             return result
         at = self._first[key]
@@ -148,23 +162,43 @@ class Proof:
                 made[id(recipe)] = recipe.assembled(self.rows[0], rows)
         return made
 
-    def _rows_for(self, like: Recipe, takes: Sequence[Seen], times: int) -> int | None:
-        """On how many rows an op can be compared in the memory that is left; None if on all.
+    def _where_it_fits(
+        self, like: Recipe, takes: Sequence[Seen], times: int, divides: bool, compare: Callable[[int | None], Any]
+    ) -> tuple[int | None, Any]:
+        """Compare on all rows if memory is left for it, else on as many as fit. Returns the number of rows, None for all, and
+        what `compare` gives for it.
 
-        like: has as many rows. takes: what must be there in whole, `times` times if it is not all of it.
+        like: has as many rows. takes: what must be there in whole, `times` times where it is a part of the rows. divides: a
+        part of the rows may be compared.
         """
+        rows = self._rows_for(like, takes, times) if divides else None
+        least = 2 * self.rows[0]  # one tile shows nothing
+        while True:
+            try:
+                result = compare(rows)
+                break
+            except torch.OutOfMemoryError:  # what is left is in pieces
+                self._last = None
+                if not divides or (rows or like.rows) // 2 < least:
+                    raise
+                rows = self._whole_tiles((rows or like.rows) // 2)
+        if rows is not None:
+            self.compared = min(self.compared or rows, rows)
+        return rows, result
+
+    def _rows_for(self, like: Recipe, takes: Sequence[Seen], times: int) -> int | None:
         left_nbytes = self.room()
-        there = None if self._last is None else self._last[0]
-        nbytes = sum(r.like.nbytes for r in {s.recipe for s in takes} if r is not there)
         if left_nbytes is None:
             return None
+        there = None if self._last is None else self._last[0]
+        nbytes = sum(r.like.nbytes for r in {s.recipe for s in takes} if r is not there)
         left_nbytes -= _MAKING * self.rows[0] * like.like.nbytes // like.rows
         if nbytes <= left_nbytes:
             return None
-        fit = left_nbytes * like.rows // (times * nbytes) // self.rows[0] * self.rows[0]
-        rows = min(max(fit, 2 * self.rows[0]), like.rows)  # one tile shows nothing
-        self.compared = min(self.compared or rows, rows)
-        return rows
+        return min(max(self._whole_tiles(left_nbytes * like.rows // (times * nbytes)), 2 * self.rows[0]), like.rows)
+
+    def _whole_tiles(self, rows: int) -> int:
+        return rows // self.rows[0] * self.rows[0]
 
     def _try(self, key: str, sizes: Sequence[int], gives: Callable[[int, _Alike], bool], rows: int | None) -> None:
         """`rows`: only so many are compared."""
@@ -191,6 +225,8 @@ class Proof:
 
         try:
             given = gives(alike)
+        except torch.OutOfMemoryError:
+            raise
         except Exception:  # of a combination of ops that the rules do not foresee: it never runs in tiles
             return False
         if differs:

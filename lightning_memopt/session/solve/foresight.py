@@ -338,11 +338,12 @@ def refuse_infeasible(
 
     known: the graph has all bytes that updates take.
     later: what other optimizers may still make. It is asked only where the budget is refused.
-    savable: `savable(surely)` gives the bytes that compiling in another way would save, at most or surely.
+    savable: `savable(surely)` gives the bytes that running in another way (compiled, in tiles) would save, at most or surely.
         It is asked only where the step does not fit.
     """
     headroom, machine = offloading.config.headroom, machine_of(offloading.device)
-    if unmodified_peak(graph, machine) <= budget_nbytes - headroom:
+    plain_nbytes = unmodified_peak(graph, machine)
+    if plain_nbytes <= budget_nbytes - headroom or plain_nbytes - savable(False) <= budget_nbytes - headroom:
         return
     say("MemOpt: the step does not fit as it is; looking for a plan before anything is updated")
     needed = _smallest_nbytes(graph, offloading, machine) + headroom - savable(False)
@@ -357,7 +358,7 @@ def refuse_infeasible(
         " What other optimizers do after this update has not run yet, and may need more." if later.follow(strangers) else ""
     )
     made = ", and for what other optimizers make" if later_nbytes else ""
-    none = " No plan is smaller than the unmodified step." if needed >= unmodified_peak(graph, machine) + headroom else ""
+    none = " No plan is smaller than the unmodified step." if needed >= plain_nbytes + headroom else ""
     updated = "No optimizer of this run has stepped" if strangers else "Nothing was updated"
     spare = f" and headroom of {format_nbytes(headroom)}" if headroom else ""
     raise InfeasibleError(

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from lightning_memopt import optimize
-from lightning_memopt.runtime.tiles import Proof, mode
+from lightning_memopt.runtime.tiles import Proof, proof
 from lightning_memopt.session.tiling import Tiling
 from lightning_memopt.torch_private import local_tensor
 from tests.cpu.lib.forked import failed, forked
@@ -201,7 +201,7 @@ def given() -> dict[str, Any]:
     train("min", saves=path if rank() == 0 else None)
     distributed.barrier()
     found = exact(plan=path)
-    with on_rank(1, mock.patch.object(mode, "equal", lambda a, b: False)):
+    with on_rank(1, mock.patch.object(proof, "equal", lambda a, b: False)):
         return found | {"wrong": train("min", plan=path)}
 
 

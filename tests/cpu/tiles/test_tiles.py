@@ -12,11 +12,14 @@ import torch.nn.functional as F
 
 from lightning_memopt import MemOptConfig, optimize
 from lightning_memopt.errors import ConfigError, PlanFileError
+from lightning_memopt.native import counter
+from lightning_memopt.native.counting import install
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import TiledHead, plan_from_json, plan_to_json, tiles_text
 from lightning_memopt.plan.logits import head_of
 from lightning_memopt.runtime.tiles import HELD, Proof, Sizes, TileMode
 from lightning_memopt.runtime.tiles.exits import Product
+from lightning_memopt.runtime.tiles.kinds import LogSoftmax
 from lightning_memopt.session.tiling import Tiling
 from tests.cpu.lib.engines import needs_native
 from tests.cpu.tiles import test_loops
@@ -309,6 +312,67 @@ def test_a_run_without_a_native_engine_is_told_so(monkeypatch):
     ran = compare(test_loops.inside)
     assert [line for line in ran.why_whole if "the native engine is not there" in line]
     assert loaded() is not None
+
+
+_LOGITS = 256 * CLASSES * 4
+
+
+def _peaks(of):
+    """The loop `inside`, which notes the peak of each step of its second run: the one in tiles."""
+
+    def train(model, optimizer, log, run):
+        for ids, labels in batches(9):
+            window = counter().window()
+            loss = model(ids, labels)[1]
+            loss.backward()
+            log.note(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if run() is not None:
+                of.append(window.peak_nbytes)
+            window.close()
+
+    return train
+
+
+@pytest.mark.parametrize(("left", "rows"), [(100, 0), (3, 0), (1.5, 160), (0.6, 32)])
+@pytest.mark.parametrize("frozen", (False, True))
+def test_a_first_step_whose_logits_do_not_fit_proves_tiles_on_what_fits(monkeypatch, left, rows, frozen):
+    if install() is None:
+        pytest.skip("nothing counts without a compiler")
+    proofs, peaks = [], []
+    results = Proof.results
+    monkeypatch.setattr(Proof, "results", lambda proof, tokens: proofs.append(proof) or results(proof, tokens))
+    monkeypatch.setattr(Tiling, "_left_nbytes", lambda self: int(left * _LOGITS))
+    torch.manual_seed(1)
+    model = LanguageModel()
+    model.head.weight.requires_grad_(not frozen)
+    ran = compare(_peaks(peaks), model, profile_steps=1)
+    assert ran.tiled
+    assert {proof.compared for proof in proofs} == {rows}
+    assert any(f"for {rows} of 256 rows" in line for line in ran.lines) == bool(rows)
+    fits = left > 4  # then the first step ran as it is, and the second one proved
+    assert len([line for line in ran.lines if "observing" in line]) == 3 + fits - frozen
+    if left < 1 and frozen:  # of a trained head, one way has a whole gradient
+        assert max(peaks) < peaks[-1] + _LOGITS // 4
+
+
+def test_a_proof_takes_fewer_rows_where_memory_is_in_pieces(monkeypatch):
+    """The allocator refuses what should fit."""
+    x, w, target = _head()
+    whole = _run(None, x, w, target)
+    proof = Proof((16, 48), (512,), room=lambda: 1 << 40)
+    computed = LogSoftmax.computed
+
+    def refused(self, made):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(LogSoftmax, "computed", refused, raising=False)
+    assert all(map(torch.equal, whole, _run(_mode(proof), x, w, target)))
+    assert proof.compared == 48
+    monkeypatch.setattr(LogSoftmax, "computed", computed)
+    (least,) = proof.results(_ROWS)[-1:]
+    assert all(map(torch.equal, whole, _run(_mode(least), x, w, target)))
 
 
 def test_a_model_is_left_as_it_was():

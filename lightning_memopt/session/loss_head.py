@@ -1,0 +1,220 @@
+"""What observed steps of one input signature have shown of their loss head, and what the next one is for.
+
+    phase    what the next observed step shows                                                  then
+    look     which module makes the logits (plan/logits.py), and whether the step is too large  prove or whole
+    prove    which sizes of tiles give the bits of whole ops, and what else reads the logits    prove, tiled or whole
+    tiled    the graph of a step in tiles, once for each way in which it may run                a plan
+    whole    nothing more: the head stays whole                                                 a plan
+
+A step can run in tiles in two ways: the gradient of the logits is never whole, or it is made whole once, from tiles, which
+takes a product less. The plans of both are compared with the one for the step as it is. What keeps the budget in the least
+time wins. Where logits do not fit into the device's memory, the step never runs as it is: a step that looks also proves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Literal
+
+import torch
+from torch import nn
+
+from lightning_memopt.graph import Graph, Op
+from lightning_memopt.plan import Machine, TiledHead, tiles_text
+from lightning_memopt.plan.logits import head_of
+from lightning_memopt.record import numeric_flags
+from lightning_memopt.runtime.tiles import Proof, Sizes
+from lightning_memopt.session.ranks.shared_heads import Cost, Known
+from lightning_memopt.session.solve.foresight import unmodified_peak
+from lightning_memopt.session.solve.solving import Solved
+
+_PARTS = (2, 4, 8, 16)
+"""Tiles of which sizes are tried: these shares of the logits."""
+_VECTOR, _STEP = 16, 64
+"""Numbers of rows and columns of a tile are multiples of the first, or of the second where tiles are not equally large: kernels
+work on blocks of so many.
+"""
+_NEVER: Cost = (2, 0.0)
+"""What the step as it is costs where it does not fit into the device's memory."""
+
+
+@dataclass(eq=False)
+class LossHead:
+    """See the module. After an observed step, one of `looked`, `proven` and `ran` says what is known now; `follows` takes what
+    this rank, or all ranks together, know; and `solved` makes the plan, once no further step is observed.
+
+    phase: what the next observed step is for.
+    head: the head, if there is one.
+    plain: the graph of the step as it is; None where it did not fit.
+    proof: what the step that is over has compared, or the next one compares; None for the first sizes.
+    proved: the step that is over has compared tiles.
+    flags: the numeric settings under which tiles were compared, the number of threads among them.
+    ways: the tiles in which it may run.
+    observed: the graphs of steps that ran in these ways, as far as they have.
+    best: which plan is the best: 0 for the one of the step as it is, else that of a way, from 1 on.
+    """
+
+    phase: Literal["look", "prove", "tiled", "whole"] = "look"
+    head: TiledHead | None = None
+    plain: Graph | None = None
+    proof: Proof | None = None
+    proved: bool = False
+    flags: object = None
+    ways: Sequence[TiledHead] = ()
+    observed: list[Graph] = field(default_factory=list)
+    best: int = 0
+
+    # -- the step that is over ---------------------------------------------------------------------
+
+    def compared(self, proof: Proof) -> None:
+        """It has compared tiles."""
+        self.proof, self.proved, self.flags = proof, True, numeric_flags()
+
+    def looked(self, graph: Graph, model: nn.Module, needed: bool, cannot: Callable[[TiledHead], str]) -> Known:
+        """It shows which module makes the logits. needed: the step is too large. `cannot`: says why a head must stay whole, or
+        "".
+        """
+        self.head = _head(graph, model, self.proof if self.proved else None)
+        self.plain = None if self.proved else graph
+        if self.head is None:
+            why = "no product of matrices was found from which a loss takes the logarithm of a softmax"
+        else:
+            why = cannot(self.head)
+        return Known("look", why, needed)
+
+    def proven(self) -> Known:
+        """It has compared tiles, or should have."""
+        if not self.proved or self.proof is None or self.head is None:
+            return Known("prove, but no head ran")
+        again = self.proof.again()
+        ways = self.proof.results(self.head.tokens) if again is None else []
+        why = ""
+        if again is None and not ways:
+            wrong = self.proof.wrong
+            why = other_bits(wrong) if wrong else "no loss reads the logits in a way that can run on tiles"
+        return Known("prove", why, True, again is not None, len(ways))
+
+    def ran(self, graph: Graph, cost: Callable[[Graph], Cost]) -> Known:
+        """It ran in tiles, and had this graph. `cost`: of the best plan for a graph."""
+        if len(self.observed) < len(self.ways):
+            self.observed.append(graph)
+        if len(self.observed) < len(self.ways):
+            return Known("tiled", "", True)
+        plain = _NEVER if self.plain is None else cost(self.plain)
+        return Known("tiled", "", True, costs=(plain, *map(cost, self.observed)))
+
+    # -- what follows ------------------------------------------------------------------------------
+
+    def follows(self, known: Known, alone: bool, tell: Callable[[str], None]) -> bool:
+        """Decide. Returns whether another step is observed. alone: no other ranks decide. `tell`: says why no head runs in
+        tiles.
+        """
+        if self.phase == "look":
+            self.phase = "prove" if known.needed and not known.why else "whole"
+            if known.needed:
+                tell(known.why)
+            if not self.proved:
+                return self.phase == "prove"
+            if alone and self.phase == "prove":
+                self._prove_on(self.proven(), tell)
+            else:  # ranks prove together
+                self.proof, self.proved = None, False
+            return True  # a graph of a step that proves is not that of a usual step
+        if self.phase == "prove":
+            self._prove_on(known, tell)
+            return True
+        if self.phase == "tiled" and known.why:
+            tell(known.why)
+            self.best = 0
+        elif self.phase == "tiled":
+            if not known.costs:
+                return True
+            self.best = known.best
+            tell("" if self.best else "plans without tiles are no worse")
+        return False
+
+    def _prove_on(self, known: Known, tell: Callable[[str], None]) -> None:
+        if known.why:
+            self.phase = "whole"
+            tell(known.why)
+        elif self.proof is not None and self.head is not None and self.proved:
+            if known.again:
+                self.proof = self.proof.again() or self.proof.anew()
+            else:
+                head = self.head
+                self.ways = [_tiled(head, sizes) for sizes in self.proof.results(head.tokens)[-known.ways :]]
+                self.phase = "tiled"
+                self.observed = []
+        self.proved = False
+
+    def solved(self, solve: Callable[[Graph], Solved], machine: Machine, graph: Graph, say: Callable[[str], None]) -> Solved:
+        """Solve for the step of this graph. Where it ran in tiles, its plan does, unless a plan of the step as it is keeps the
+        budget in less time.
+        """
+        if self.phase != "tiled":
+            return solve(graph)
+        if not self.best and self.plain is not None:
+            self.phase = "whole"
+            return solve(self.plain)
+        solved = solve(self.observed[self.best - 1])
+        tiles = self.ways = (self.ways[self.best - 1],)
+        self.observed = []
+        fit = 0 if self.proof is None else self.proof.compared
+        on = f", for {fit:,} of {tiles[0].tokens:,} rows: more do not fit" if fit else ""
+        say(f"MemOpt: {tiles_text(tiles)}. Their bits were compared with those of the whole ops on this machine{on}")
+        if self.plain is None:
+            frontier = replace(solved.frontier, tiles=tiles)
+            return solved._replace(frontier=frontier, plan=replace(solved.plan, tiles=tiles))
+        plain_nbytes = unmodified_peak(machine.usual_step(self.plain), machine)
+        frontier = replace(solved.frontier, tiles=tiles, unmodified_peak_nbytes=plain_nbytes)
+        return solved._replace(frontier=frontier, plan=replace(solved.plan, tiles=tiles, unmodified_peak_nbytes=plain_nbytes))
+
+
+def _head(graph: Graph, model: nn.Module, proof: Proof | None) -> TiledHead | None:
+    """The head of a step; None if there is none. `proof`: of the step, in which logits had no bytes."""
+    op = head_of(graph)
+    if op is None:
+        return None
+    path = op.scope.partition("#")[0]
+    size, nbytes = _logits(graph, op) if proof is None else proof.logits
+    if len(size) < 2 or path not in dict(model.named_modules()):
+        return None
+    classes = size[-1]
+    rows = prod(size[:-1])
+    return TiledHead(module=path, classes=classes, tokens=rows, rows=rows, columns=classes, unmade_nbytes=nbytes)
+
+
+def _logits(graph: Graph, op: Op) -> tuple[Sequence[int], int]:
+    product = graph.tensors[op.outputs[0]]
+    return product.size, product.nbytes
+
+
+def other_bits(op: str) -> str:
+    """Why a head is whole whose tiles were compared."""
+    return f"tiles give other bits than the whole op on this machine ({op})"
+
+
+def parts(n: int) -> tuple[int, ...]:
+    """The sizes of tiles that are tried, from small to large, for so many rows or columns."""
+    even = {n // part for part in _PARTS if n % (part * _VECTOR) == 0}  # the last tile is as large as the others
+    sizes = even or {-(-n // (part * _STEP)) * _STEP for part in _PARTS}
+    return tuple(sorted(size for size in sizes if size < n))
+
+
+def _tiled(head: TiledHead, sizes: Sizes) -> TiledHead:
+    return replace(
+        head,
+        rows=sizes.rows,
+        columns=sizes.columns,
+        ops=tuple(sorted(sizes.ops)),
+        assembled=tuple(sorted(sizes.assembled)),
+        rounded=tuple(sorted(sizes.rounded)),
+        threads=torch.get_num_threads(),
+    )
+
+
+def sizes_of(head: TiledHead) -> Sizes:
+    """The tiles in which a head runs."""
+    return Sizes(head.rows, head.columns, head.tokens, frozenset(head.ops), frozenset(head.assembled), frozenset(head.rounded))
