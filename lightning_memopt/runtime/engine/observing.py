@@ -395,7 +395,13 @@ class ObservingEngine(Engine):
         wanted_nbytes = sum(version.nbytes for version in targets)
         self._room_nbytes = 1 << 62 if self.pressure is None else -self.pressure() - wanted_nbytes
         self._retained.clear()
-        super().rebuild(targets)
+        while True:
+            try:
+                super().rebuild(targets)
+                break
+            except torch.OutOfMemoryError:  # below the limit, too, if what is left is in pieces
+                if not self.gives_way():
+                    raise
         wanted = {version.id for version in targets}
         calls = (self._calls[op] for op in set(self.rebuilt_ops[first:]))
         for id in sorted({id for call in calls for _, id in (*call.made, *call.mutates)}):
@@ -422,17 +428,18 @@ class ObservingEngine(Engine):
         holding, call = version.holding, version.call
         assert call is not None
         self.verified.add(version.id)
-        if self._needed_nbytes(version) > self.room():
-            if not call.func.name().startswith(_KNOWN):
-                self._unverified.add(call.func.name())
-            return
-        with holding.set_aside() as kept:
-            rebuild(self.tape, [version], lambda _: False, [])
-            assert holding.value is not None
-            with below_autograd():
-                if not same_bits(holding.value, kept):
-                    self._distrust(version)
-        self._verified_ops.add(call.func.name())
+        if self._needed_nbytes(version) <= self.room():
+            with contextlib.suppress(torch.OutOfMemoryError):  # what is left may be in pieces
+                with holding.set_aside() as kept:
+                    rebuild(self.tape, [version], lambda _: False, [])
+                    assert holding.value is not None
+                    with below_autograd():
+                        if not same_bits(holding.value, kept):
+                            self._distrust(version)
+                self._verified_ops.add(call.func.name())
+                return
+        if not call.func.name().startswith(_KNOWN):
+            self._unverified.add(call.func.name())
 
     def _needed_nbytes(self, version: Version) -> int:
         """Maximum number of bytes that a rebuild of a version takes at one moment, without the workspaces of its ops."""

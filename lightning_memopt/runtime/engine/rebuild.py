@@ -154,7 +154,7 @@ def closure(versions: Versions, targets: Iterable[Version]) -> list[Call]:
 
 def rebuild(tape: Tape[Holding], targets: list[Version], retains: Callable[[Version], bool], ran: list[int]) -> None:
     """Give every target a value. Other versions that are made on the way stay if `retains` says so; otherwise they are dropped
-    after their last use. Appends the numbers of the calls that ran to `ran`.
+    after their last use. Appends the numbers of the calls that ran to `ran`. Out of memory, all targets are missing as before.
     """
     versions = tape.versions
     calls = closure(versions, targets)
@@ -170,7 +170,12 @@ def rebuild(tape: Tape[Holding], targets: list[Version], retains: Callable[[Vers
             op = call.op
             made = [versions[id] for _, id in (*call.made, *call.mutates)]
             fresh.update(version.id for version in made if version.holding.value is None)
-            run(call, versions, lambda version: version.id not in fresh or needed(version))
+            try:
+                run(call, versions, lambda version: version.id not in fresh or needed(version))
+            except torch.OutOfMemoryError:  # leave all as it was: the caller may try again
+                for id in fresh:
+                    versions[id].holding.drop()
+                raise
             ran.append(op)
             for version in made + [versions[id] for id in call.reads]:
                 if version.id in fresh and not needed(version):

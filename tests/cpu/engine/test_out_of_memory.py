@@ -83,6 +83,29 @@ def test_an_observed_step_gives_way_and_is_exact(budget: str, monkeypatch: pytes
     assert phase == "planned" and len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
+@pytest.mark.parametrize("evicted", [False, True])
+def test_a_rebuild_of_an_observed_step_gives_way_and_is_exact(evicted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result of `hungry` is kept, and its check finds no memory; or it is evicted, and its rebuild finds none."""
+    gave: list[bool] = []
+    original = ObservingEngine.gives_way
+    monkeypatch.setattr(ObservingEngine, "gives_way", lambda self: gave.append(True) or original(self))
+    if evicted:
+        pack = ObservingEngine.pack
+
+        def evicting(self: ObservingEngine, t: torch.Tensor) -> object:
+            packed = pack(self, t)
+            made_by = {v.call.func.name(): v for v in self.evictable.values() if v.call is not None}
+            if version := made_by.get("memopt_test::hungry"):
+                self.evict(version)
+            return packed
+
+        monkeypatch.setattr(ObservingEngine, "pack", evicting)
+    expected, _ = trained(None, [])
+    found, phase = trained("min", [0, 1])
+    assert not fails and gave == [True] * evicted
+    assert phase == "planned" and len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
 def test_where_nothing_is_left_to_evict_the_error_is_the_users() -> None:
     try:
         with pytest.raises(torch.OutOfMemoryError, match=r"1\.00 GiB"):
