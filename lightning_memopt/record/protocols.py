@@ -46,7 +46,8 @@ class OpRecord:
 
 class Observer(Protocol):
     """Is told of each op of a step (the tracer). `end` also gets the real arguments and results. `resized`: the size of a
-    storage has changed, so version `new` follows `old`. `passes`: asked before each op; true if it wants to skip the op.
+    storage has changed, so version `new` follows `old`. `filled`: a storage without bytes has got them. `passes`: asked before
+    each op; true if it wants to skip the op.
     `ops`: those in its graph so far; their number is the id of the next one.
     """
 
@@ -59,6 +60,7 @@ class Observer(Protocol):
     def ran(self) -> None: ...
     def end(self, record: OpRecord, args: tuple, kwargs: dict, out: Any) -> None: ...
     def resized(self, old: StorageVersion, new: StorageVersion) -> None: ...
+    def filled(self, version: StorageVersion) -> None: ...
 
 
 class Tiles(Protocol):

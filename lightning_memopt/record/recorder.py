@@ -435,6 +435,12 @@ class Recorder(Outside):
             self._overwrites(version)
             self._becomes_exposed(version, t, "its storage was resized")
 
+    def filled(self, storage: int) -> None:
+        """The storage with this id, of a tensor in tiles, has got its bytes."""
+        version = self.of_storage.get(storage)
+        if self.observer is not None and version is not None:
+            self.observer.filled(version)
+
     def resized(self, t: torch.Tensor) -> None:
         """The storage of `t` has been resized."""
         old, self._resizes = self._resizes, None

@@ -7,6 +7,7 @@ together decide together, after each of these steps (ranks/shared_heads.py).
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
@@ -181,6 +182,8 @@ class Tiling(Part):
         """A forward is recorded: its recorder is told which ops cannot run again by themselves. Returns the recording."""
         if recording is not None:
             recording.recorder.tiles = self.mode
+            if self.mode is not None:
+                self.mode.recorder = weakref.ref(recording.recorder)
         return recording
 
     def update_begins(self, own: bool, closure: bool) -> None:

@@ -28,6 +28,7 @@ from lightning_memopt.torch_private import OpOverload, storage_address, storage_
 from lightning_memopt.trace.backwards import Backwards, backward_runs
 from lightning_memopt.trace.building import graph_of
 from lightning_memopt.trace.counted import Ledger
+from lightning_memopt.trace.filled import Filled
 from lightning_memopt.trace.flops import Flops
 from lightning_memopt.trace.lines import user_line
 from lightning_memopt.trace.lingering import Lingering
@@ -95,7 +96,7 @@ class Tracer:
         self._dies: Callable[[_Watch], None] = self._death
         self._storages: dict[int, tuple[int, ...]] = {}
         self._adopted: dict[int, int] = {}
-        self._user_held, self._flops = UserHeld(), Flops()
+        self._user_held, self._flops, self._filled = UserHeld(), Flops(), Filled(device, lambda: len(self.points) - 1)
         self._hidden, self._op, self._tensor = hiding(), maker(SeenOp), maker(SeenTensor)
         self._on_device: dict[torch.device, bool] = {}
         backend = backend_of(device)
@@ -257,8 +258,7 @@ class Tracer:
             t.freed_at = call.at - 1
         self._user_held.handed_over(before, t.storage)
         call.outputs += (version.id,)
-        fields = t.name, t.nbytes, "input", t.storage, call.at, None, t.dtype, t.size, (), None
-        self.tensors[version.id] = self._tensor(*fields)
+        self.tensors[version.id] = self._tensor(t.name, t.nbytes, "input", t.storage, call.at, None, t.dtype, t.size, (), None)
         self._storages[t.storage] += (version.id,)
         self._user_held.born(version, t.storage, watched=True)
 
@@ -289,6 +289,11 @@ class Tracer:
             self._made_late(new, "input" if self.phase == "forward" else "temporary")
         else:
             self._emptied.add(new.id)
+
+    def filled(self, version: StorageVersion) -> None:
+        """The storage of a version without bytes has got its bytes."""
+        if self.ledger is None:  # else it shows them
+            self._filled.add(version, self._kind)
 
     def _made_late(self, version: StorageVersion, kind: Kind) -> None:
         """Add a storage that no recorded op made, and that was made after the step began. In the forward it counts as from
@@ -376,13 +381,10 @@ class Tracer:
 
     @uncompiled
     def _death(self, watch: _Watch) -> None:
-        now = len(self.points) - 1
         self.gone(watch.key)
         ids = self._storages[watch.key]
         self._user_held.forget(ids)
-        for id in ids:
-            if self.tensors[id].freed_at is None:
-                self.tensors[id].freed_at = now
+        self._are_released(ids)
 
     def gone(self, storage: int) -> None:  # it no longer counts as live
         self._alive.pop(storage, None)
@@ -463,9 +465,10 @@ class Tracer:
     def close(self) -> None:
         """Stop observing. Drops the weak references, whose callbacks form a reference cycle with the tracer."""
         self._alive.clear()
-        self._dies = _nothing
+        self._dies = lambda _: None
         self._user_held.clear()
         self._lingering.close()
+        self._filled.close()
         if self.timed is not None:
             self.timed.close()
 
@@ -484,15 +487,11 @@ class Tracer:
         first = max(self.tensors, default=0) + 1
         unseen = self.ledger.unseen() if self.ledger is not None else ()
         seen = [(OUTSIDE if u.born_at == BEFORE else UNRECORDED, u) for u in unseen]
-        seen += ((_LINGERS, u) for u in self._lingering.seen())
+        seen += [(_LINGERS, u) for u in self._lingering.seen()] + [(UNRECORDED, u) for u in self._filled.seen()]
         rest, make = ("", (), (), None), self._tensor
         return {
             i: make(name, u.nbytes, "temporary", i, u.born_at, u.freed_at, *rest) for i, (name, u) in enumerate(seen, first)
         }
-
-
-def _nothing(_: _Watch) -> None:
-    """The callback of a closed tracer."""
 
 
 _EXTERNAL = Origin.EXTERNAL

@@ -239,3 +239,21 @@ def test_a_loop_on_a_stream_of_its_own() -> None:
         torch.cuda.current_stream().wait_stream(own)
 
     assert compare(train, made()).tiled
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": "host"}, {"budget": 140 << 20}], ids=["min", "offload", "a budget"])
+def test_what_is_whole_for_a_while_is_predicted(options: dict[str, Any]) -> None:
+    """No tiles of columns give the bits of the product for the head's weight, so the gradient of the logits is whole."""
+
+    def train(model: Any, optimizer: Any, log: Any, run: Any) -> None:
+        for ids, labels in batches(10):
+            loss = model(ids, labels)[1]
+            loss.backward()
+            log.note(loss.item())
+            update(optimizer)
+
+    status = compare(train, made(wide=6), **options).status
+    (head,) = status.plan.tiles
+    assert {"aten::mm by rows", "aten::mm by columns"} <= set(head.assembled)
+    assert not status.replans
+    assert status.measured_peak_nbytes == status.plan.predicted.needed_nbytes

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from lightning_memopt.record import is_plain, numeric_flags, set_numeric_flags
+from lightning_memopt.record import Recorder, is_plain, numeric_flags, set_numeric_flags
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.modes import Outside
 from lightning_memopt.record.rules import rule_of_call, written_by
@@ -105,6 +105,7 @@ class TileMode(Outside):
     inside: whether the module of the head runs, so that the next product with `classes` columns is the head's.
     took: whether the last op made or read a tensor with a recipe: it must not run again by itself.
     outcome: what this step has come to so far.
+    recorder: is told of each storage that gets its bytes. A weak reference: the step of a recorder may end before this one.
 
     Many methods: one for each way in which an op, or a reader that is no op, can meet a tensor in tiles.
     """
@@ -123,6 +124,7 @@ class TileMode(Outside):
         self.inside = self.took = False
         self._flags = numeric_flags()
         self.outcome = Outcome()
+        self.recorder: weakref.ref[Recorder] | None = None
         self._rows = set[int]()
         """The numbers of rows of what has recipes."""
         self._sources: set[int] = set()
@@ -268,6 +270,9 @@ class TileMode(Outside):
                 address = recipe.address
                 if address is not None:
                     self._known.add(address, fill(recipe, partial(self._whole, recipe, reader)), recipe)
+                    recorder = None if self.recorder is None else self.recorder()
+                    if recorder is not None:
+                        recorder.filled(address)
 
     def _whole(self, recipe: Recipe, reader: str) -> torch.Tensor:
         """The bytes of a recipe, from tiles where it is known that `reader` reads them."""
