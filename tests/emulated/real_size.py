@@ -121,7 +121,7 @@ CARDS = {
     "llama-8b-lora": Card(partial(llama_8b, True, 2048), 24, 22),
     "mixtral-lora": Card(mixtral, 141, 125),
     "llama-8b-lora-8k": Card(partial(llama_8b, True, 8192), 24, 22, tile="exact"),
-    "llama-8b-lora-32k": Card(partial(llama_8b, True, 32768), 24, 22, tile="exact"),
+    "llama-8b-lora-32k": Card(partial(llama_8b, True, 32768), 40, 37, tile="exact"),
     "llama-8b": Card(partial(llama_8b, False, 8192), 80, 75),
 }
 

@@ -32,9 +32,6 @@ class Recipe(Protocol):
     stream: Any
     address: int | None
 
-    def whole(self) -> torch.Tensor:
-        """The bytes, on a storage of their own."""
-
 
 _UNREAD = (
     "MemOpt computes this tensor tile by tile, and its bytes were read in a way that MemOpt does not see. Read it by an op of "

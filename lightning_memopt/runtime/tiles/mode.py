@@ -9,8 +9,7 @@ last, so recorders and modes of the user see the same ops as without tiles.
     writes to a hollow tensor, has a recipe       gives the tensor another recipe
     is a view of a hollow tensor                  gives a hollow view
     is an exit (exits.py)                         runs in tiles
-    was seen to read hollow tensors in the proof  makes their bytes first, from tiles
-    reads hollow tensors otherwise                makes their bytes first, by whole ops, and says so once
+    reads hollow tensors otherwise                makes their bytes first, from tiles; says so once if no proof has seen it
 
 What is made of a tensor that has got its bytes is still made in tiles: its recipe is known as long as the bytes are there and
 nobody has written to them.
@@ -275,14 +274,13 @@ class TileMode(Outside):
                         recorder.filled(address)
 
     def _whole(self, recipe: Recipe, reader: str) -> torch.Tensor:
-        """The bytes of a recipe, from tiles where it is known that `reader` reads them."""
+        """The bytes of a recipe, which `reader` reads."""
         if isinstance(self.work, Proof):
             return self.work.assembled(recipe, reader)
         assert self.work is not None
-        if reader in self.work.assembled:
-            return recipe.assembled(self.work.rows)
-        self.outcome.read[reader] = self.outcome.read.get(reader, 0) + recipe.like.nbytes
-        return recipe.whole()
+        if reader not in self.work.assembled:
+            self.outcome.read[reader] = self.outcome.read.get(reader, 0) + recipe.like.nbytes
+        return recipe.assembled(self.work.rows)
 
     def _make_all(self, reader: str) -> None:
         """What recipes read is about to change: make what is alive."""

@@ -222,12 +222,6 @@ class Recipe:
         """A view of its whole result, as a matrix."""
         return Seen(self, (self.rows, self.columns), (self.columns, 1), 0)
 
-    def whole(self) -> torch.Tensor:
-        """All of its bytes, on a storage of their own, by whole ops. Call below autograd."""
-        result = self.computed({})
-        assert isinstance(result, torch.Tensor)
-        return result
-
     def computed(self, made: dict[int, torch.Tensor]) -> Any:
         """The result of its op on whole tensors. `made`: the recipes whose results are there already, by id."""
         return run_whole(self.func, self.args, self.kwargs, made)
