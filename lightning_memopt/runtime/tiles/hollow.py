@@ -61,6 +61,8 @@ def view_of(t: torch.Tensor, func: OpOverload, args: tuple, kwargs: dict) -> tor
     like = func(base, *args[1:], **kwargs)
     if not isinstance(like, torch.Tensor) or like.dtype != t.dtype or like.untyped_storage() is not base.untyped_storage():
         return None
+    if like.is_neg() or like.is_conj():  # a view of the bytes has the bit for it
+        return None
     view: torch.Tensor = loaded().hollow_view(t, like, t.storage_offset() + like.storage_offset())
     return view
 
