@@ -13,7 +13,7 @@ from typing import Literal
 
 from lightning_memopt.batching.energy import EnergyModel
 from lightning_memopt.batching.fit import StepFit
-from lightning_memopt.batching.plans import Plans, largest
+from lightning_memopt.batching.plans import EitherPlans, Plans, largest
 from lightning_memopt.plan import Machine
 from lightning_memopt.session.solve.foresight import unmodified_peak
 
@@ -59,7 +59,7 @@ class Chooser:
 
     fit: StepFit
     budget_nbytes: int
-    plans: Plans | None = None
+    plans: Plans | EitherPlans | None = None
     effective: int | None = None
     spare_nbytes: int = 0
     energy: EnergyModel | None = None

@@ -144,6 +144,30 @@ class Plans:
         return self._pool
 
 
+class EitherPlans:
+    """Plans of the step as it is, and of the step whose loss head runs in tiles: at each size, the better ones.
+
+    plain, tiled: these plans.
+    """
+
+    def __init__(self, plain: Plans, tiled: Plans) -> None:
+        self.plain, self.tiled = plain, tiled
+
+    def largest(self, fitting_size: int, cap: int, budget_nbytes: int) -> int:
+        """See `Plans.largest`."""
+        return max(plans.largest(fitting_size, cap, budget_nbytes) for plans in (self.plain, self.tiled))
+
+    def fastest(self, size: int, budget_nbytes: int) -> tuple[float, int] | None:
+        """See `Plans.fastest`. Seconds are those beyond the step as it is."""
+        plain, tiled = (plans.fastest(size, budget_nbytes) for plans in (self.plain, self.tiled))
+        if tiled is None:
+            return plain
+        as_it_is, in_tiles = (sum(op.seconds for op in plans.fit.at(size).ops) for plans in (self.plain, self.tiled))
+        seconds, nbytes = tiled
+        found = seconds + in_tiles - as_it_is, nbytes
+        return found if plain is None else min(plain, found)
+
+
 class ParkingPlans(Plans):
     """Plans that rebuild tensors, or park them in the forms that `offloading` allows. `solve` gives frontiers of such plans."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_memopt.batching.batches import host_cap, nbytes_of
@@ -73,17 +74,30 @@ def _fitted(trials: Trials, small: Graph, large: Graph, sizes: tuple[int, int]) 
     return Profile(sizes[1], step)
 
 
-def sharpened(trials: Trials, step: StepFit, plain: int) -> StepFit:
-    """The step, fitted again with a larger second size if `plain` is far from the observed sizes; else `step` itself.
+def sharpened(observe: Callable[[int], Graph | None], step: StepFit, largest: int) -> StepFit:
+    """The step, fitted again with a larger second size if `largest` is far from the observed sizes; else `step` itself.
 
-    `plain` is the largest size that is predicted to fit without a plan; half of it is observed. Two tiny batches do not show
-    the workspaces that libraries take, and the seconds that ops take, at large sizes.
+    `largest` is the largest size that is predicted to fit without a plan, or in tiles; half of it is observed. Two tiny batches
+    do not show the workspaces that libraries take, and the seconds that ops take, at large sizes, nor the sizes of tiles.
     """
-    half = plain // 2
-    graph = trials.observe(half) if half > _FAR * step.sizes[1] else None
+    half = largest // 2
+    graph = observe(half) if half > _FAR * step.sizes[1] else None
     if graph is None:
         return step
     try:
         return fit(step.small, smoothed([graph]), (step.sizes[0], half))
     except FitError:
         return step
+
+
+def in_tiles(trials: Trials, sizes: tuple[int, int]) -> StepFit | None:
+    """The step whose loss head runs in tiles, fitted from two sizes; None if it does not fit or cannot be fitted, or if no head
+    runs in tiles.
+    """
+    small, large = map(trials.observe_tiles, sizes)
+    if small is None or large is None:
+        return None
+    try:
+        return fit(smoothed([small]), smoothed([large]), sizes)
+    except FitError:
+        return None

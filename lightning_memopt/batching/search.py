@@ -21,8 +21,8 @@ from lightning_memopt.batching.bisection import bisected
 from lightning_memopt.batching.choose import MODES, Chooser, Mode, SizeEstimate
 from lightning_memopt.batching.energy import EnergyModel, StepEnergy, fitted, given
 from lightning_memopt.batching.fit import StepFit
-from lightning_memopt.batching.plans import ParkingPlans, Plans
-from lightning_memopt.batching.profile import profile, sharpened
+from lightning_memopt.batching.plans import EitherPlans, ParkingPlans, Plans
+from lightning_memopt.batching.profile import in_tiles, profile, sharpened
 from lightning_memopt.batching.result import BatchSizeResult
 from lightning_memopt.batching.together import TrialsOfRanks
 from lightning_memopt.batching.trials import BatchSource, Step, Trial, Trials
@@ -208,7 +208,7 @@ class _RunningSearch:
 
     def _predicted(self, step: StepFit) -> BatchSizeResult | None:
         """Predict a size and confirm it; if the trial does not fit, correct the limit by its peak and repeat. None: bisect."""
-        step = sharpened(self.trials, step, self._chooser(step, None, self.limit).largest_unmodified(self.trials.cap))
+        step = sharpened(self.trials.observe, step, self._chooser(step, None, self.limit).largest_unmodified(self.trials.cap))
         plans = self._plans(step)
         limit = self.limit
         if self.trials.energy is not None:
@@ -238,11 +238,19 @@ class _RunningSearch:
             limit = self.limit * estimate.peak_nbytes // trial.peak_nbytes
         return None
 
-    def _plans(self, step: StepFit) -> Plans | None:
+    def _plans(self, step: StepFit) -> Plans | EitherPlans | None:
         """Makes plans as a session of the run that follows will; None if it has no plans."""
         if self.config is None:
             return None
-        offloading = Offloading(self.search.device, self.config)  # no plan is executed, so nothing has to be closed
+        plain, tiled = self._plans_of(step, self.config), in_tiles(self.trials, step.sizes)
+        if tiled is None:
+            return plain
+        largest = self._plans_of(tiled, self.config).largest(0, self.trials.cap, self.limit - self.config.headroom)
+        tiled = sharpened(self.trials.observe_tiles, tiled, largest)
+        return EitherPlans(plain, self._plans_of(tiled, self.config))
+
+    def _plans_of(self, step: StepFit, config: MemOptConfig) -> Plans:
+        offloading = Offloading(self.search.device, config)  # no plan is executed, so nothing has to be closed
         machine = machine_of(self.search.device)
 
         def solve(graph: Graph) -> Frontier:
@@ -250,7 +258,7 @@ class _RunningSearch:
 
         return ParkingPlans(step, solve, offloading, machine) if offloading.wanted else Plans(step, solve, machine)
 
-    def _chooser(self, step: StepFit, plans: Plans | None, budget_nbytes: int) -> Chooser:
+    def _chooser(self, step: StepFit, plans: Plans | EitherPlans | None, budget_nbytes: int) -> Chooser:
         headroom = self.config.headroom if self.config is not None else 0
         limit = budget_nbytes - headroom
         machine = machine_of(self.search.device)

@@ -56,6 +56,8 @@ class TrialsOfRanks(Trials):
     too_large_on: the ranks on which the last size that did not fit was too large.
     """
 
+    _together = True
+
     def __init__(self, ranks: Ranks, wrapper: DistributedDataParallel, *args: Any) -> None:
         super().__init__(*args)
         self.ranks, self._wrapper = ranks, wrapper
@@ -90,6 +92,9 @@ class TrialsOfRanks(Trials):
             # DDP makes its buckets anew in its second step (of a static graph in its third), so these graphs are thrown away
             return all(self.observe(size) is not None for _ in range(2 if self._wrapper.static_graph else 1))
         return trial is not None and trial.fits
+
+    def observe_tiles(self, size: int) -> Graph | None:
+        return None  # what tiles save is not predicted; a trial has them
 
     def observe(self, size: int, kind: str = "profile") -> Graph | None:
         graph, trial = self._on_all("observe", size, lambda: Trials.observe(self, size, kind))

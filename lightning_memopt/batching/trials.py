@@ -32,6 +32,8 @@ from lightning_memopt.trace import count_all
 
 NEVER_PLANNED = 1 << 20
 """A value of `profile_steps` that is large enough that every step is observed and no plan is solved."""
+_TILED_STEPS = 8
+"""Maximum number of steps until one runs by a plan in tiles (session/loss_head.py)."""
 
 
 class BatchSource(Protocol):
@@ -96,6 +98,9 @@ class Trials:
         cap: the largest size that may be tried. Lowered when the data turns out to have fewer samples.
     """
 
+    _together = False
+    """Whether other ranks run the same steps."""
+
     def __init__(
         self,
         step: Step,
@@ -146,6 +151,27 @@ class Trials:
             graph = session.observed_graph
         return graph if trial.fits else None
 
+    def observe_tiles(self, size: int) -> Graph | None:
+        """The graph of one step of this size whose loss head runs in the smallest tiles; None if the step does not fit, or no
+        head runs in tiles.
+        """
+        if self.config is None or self.config.tile == "off":
+            return None
+        quiet = dataclasses.replace(
+            self.config, budget="min", profile_steps=1, plan=None, pool=None, verify=False, verbose=False
+        )
+        graph: Graph | None = None
+        with self._running("profile", size) as trial, self._session(quiet) as session:
+            for _ in range(_TILED_STEPS):
+                self._run(self._batch(size), session, self.effective is None)
+                session.step_ended()
+                if session.plan is not None:
+                    break
+            status = session.status()
+            if status.plan is not None and status.plan.tiles:
+                graph = status.graph
+        return graph if trial.fits else None
+
     def confirm(self, size: int, measure_energy: bool = False) -> Trial | None:
         """Run and measure steps as the run that follows will: one step; with plans, an observed and a planned one.
 
@@ -180,15 +206,18 @@ class Trials:
         return trial.fits
 
     def _planned(self, size: int, config: MemOptConfig, measure_energy: bool) -> None:
-        """Measure an observed step and a planned one."""
+        """Measure an observed step and a planned one; with tiles, several steps are observed before."""
+        steps = 2 if config.tile == "off" else _TILED_STEPS
         quiet = dataclasses.replace(config, profile_steps=1, plan=None, pool=None, on_exceed="warn")
         quiet = dataclasses.replace(quiet, verify=False, verbose=False)
         with self._running("trial", size) as trial, self._session(quiet) as session, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for _ in range(2):
+            for _ in range(steps):
                 self._run(self._batch(size), session, self._whole(size))
                 session.step_ended()
-            trial.peak_nbytes = session.status().measured_peak_nbytes
+                trial.peak_nbytes = session.status().measured_peak_nbytes
+                if trial.peak_nbytes is not None and not self._together:
+                    break
             if measure_energy and not self._over(trial.peak_nbytes):
                 self.measured = self.measure_energy(size, session)
 

@@ -199,8 +199,8 @@ def other_bits(op: str) -> str:
 def parts(n: int) -> tuple[int, ...]:
     """The sizes of tiles that are tried, from small to large, for so many rows or columns."""
     even = {n // part for part in _PARTS if n % (part * _VECTOR) == 0}  # the last tile is as large as the others
-    sizes = even or {-(-n // (part * _STEP)) * _STEP for part in _PARTS}
-    return tuple(sorted(size for size in sizes if size < n))
+    uneven = {-(-n // (part * _STEP)) * _STEP for part in _PARTS if n % (part * _VECTOR)}
+    return tuple(sorted(size for size in even | uneven if size < n))
 
 
 def _tiled(head: TiledHead, sizes: Sizes) -> TiledHead:

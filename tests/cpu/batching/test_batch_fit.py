@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -209,12 +208,12 @@ def test_a_step_is_recorded_again_where_two_sizes_are_far_from_what_fits(plain: 
     sizes: list[int] = []
     small = replace(fitted("words"), sizes=(6, 9))  # 40 is far from 9, 36 is not
     again = lambda size: (sizes.append(size), recorded("words")[size])[1]  # noqa: E731
-    found = sharpened(SimpleNamespace(observe=again), small, plain)  # type: ignore[arg-type]
+    found = sharpened(again, small, plain)
     assert sizes == asked and found.sizes == ((6, 40) if asked else (6, 9))
     if asked:
         assert [op.workspace_nbytes for op in found.at(40).ops] == [op.workspace_nbytes for op in recorded("words")[40].ops]
-        assert sharpened(SimpleNamespace(observe=lambda size: None), small, plain) is small  # type: ignore[arg-type]
-        assert sharpened(SimpleNamespace(observe=lambda size: recorded("images")[40]), small, plain) is small  # type: ignore[arg-type]
+        assert sharpened(lambda size: None, small, plain) is small
+        assert sharpened(lambda size: recorded("images")[40], small, plain) is small
 
 
 def test_modes_choose_by_what_they_say() -> None:
