@@ -161,7 +161,8 @@ class Trials:
             self.config, budget="min", profile_steps=1, plan=None, pool=None, verify=False, verbose=False
         )
         graph: Graph | None = None
-        with self._running("profile", size) as trial, self._session(quiet) as session:
+        with self._running("profile", size) as trial, self._session(quiet) as session, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             for _ in range(_TILED_STEPS):
                 self._run(self._batch(size), session, self.effective is None)
                 session.step_ended()
