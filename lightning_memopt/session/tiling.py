@@ -163,7 +163,7 @@ class Tiling(Part):
         if state.is_given and self._given is None:
             columns = (head.columns,) if head.columns else ()
             self._compares = head
-            return Proof((head.rows,), columns, bool(head.rounded), self._left_nbytes)
+            return Proof((head.rows,), columns, bool(head.rounded), planned=True, room=self._left_nbytes)
         return sizes_of(head)
 
     def _head_begins(self, module: nn.Module) -> None:
@@ -279,7 +279,7 @@ class Tiling(Part):
 
     def _proof(self, rows: int, columns: int) -> Proof:
         """The comparison of tiles of logits of so many rows and columns."""
-        return Proof(parts(rows), parts(columns), self._config.tile == "rounding", self._left_nbytes)
+        return Proof(parts(rows), parts(columns), self._config.tile == "rounding", room=self._left_nbytes)
 
     def _left_nbytes(self) -> int | None:
         """Bytes that are left on the device of the model; None where that is not known."""

@@ -37,6 +37,23 @@ class Product(Recipe):
         return result
 
 
+class Whole(Recipe):
+    """The result of a recipe that is there, and of which tiles are taken."""
+
+    __slots__ = ("_result",)
+
+    def __init__(self, recipe: Recipe, result: torch.Tensor) -> None:
+        super().__init__(recipe.func, (), {}, recipe.device, recipe.like)
+        self._result = result
+        self.by_columns = True
+
+    def computed(self, made: dict[int, torch.Tensor]) -> Any:
+        return self._result
+
+    def tile(self, make: Make, span: Span) -> torch.Tensor:
+        return span.of(self._result.view(self.rows, self.columns))
+
+
 class Zeros(Recipe):
     """Zeros, into which an op will write. It keeps no arguments."""
 

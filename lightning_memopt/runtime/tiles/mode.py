@@ -184,9 +184,10 @@ class TileMode(Outside):
     def _made(self, recipe: Recipe, name: str, func: OpOverload) -> torch.Tensor:
         """The result of an op that has a recipe."""
         if isinstance(self.work, Proof):
-            whole = self.work.recipe(recipe, name, name_of(func))
-            if whole is not None:
-                return whole
+            found = self.work.recipe(recipe, name, name_of(func))
+            if isinstance(found, torch.Tensor):
+                return found
+            recipe = found
         self._rows.add(recipe.rows)
         self._follow(recipe)
         return hollow(recipe)
@@ -235,18 +236,16 @@ class TileMode(Outside):
                     return self._leaves(exit)
             if recipe is not None and not func._schema.is_mutable:
                 return self._made(recipe, name, func)
-            if recipe is not None and recipe_of(args[0]) is not None and self._replaces(recipe, name, func):
-                self._follow(recipe)
-                set_recipe(args[0], recipe)
-                return args[0]
+            if recipe is not None and recipe_of(args[0]) is not None:
+                found = self.work.recipe(recipe, name, reader) if isinstance(self.work, Proof) else recipe
+                if not isinstance(found, torch.Tensor):
+                    self._follow(found)
+                    set_recipe(args[0], found)
+                    return args[0]
         self._make([r for t in read if (r := recipe_of(t)) is not None], reader)
         result = func(*args, **kwargs)
         self._overwritten(func, args, kwargs)
         return result
-
-    def _replaces(self, recipe: Recipe, name: str, func: OpOverload) -> bool:
-        """Whether tiles may make what an op with this recipe writes to a hollow tensor."""
-        return not isinstance(self.work, Proof) or self.work.recipe(recipe, name, name_of(func)) is None
 
     def _overwritten(self, func: OpOverload, args: tuple, kwargs: dict) -> None:
         """An op has run: what it has written to has other bytes than those of a recipe."""

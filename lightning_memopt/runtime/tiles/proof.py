@@ -16,6 +16,7 @@ import torch
 
 from lightning_memopt.runtime.tiles.exits import Exit, Product
 from lightning_memopt.runtime.tiles.kinds import Product as Logits
+from lightning_memopt.runtime.tiles.kinds import Whole
 from lightning_memopt.runtime.tiles.recipes import Recipe, Seen, Span, spans
 
 HELD = "the loop that holds them"
@@ -54,6 +55,7 @@ class Proof:
 
     rows, columns: the sizes, from small to large.
     rounding: whether tiles are accepted that differ by rounding.
+    planned: the step runs by a plan in these tiles. What has other bits is whole, and the op is called as in the plan.
     room: gives the bytes that are left on the device; None where that is not known.
     exits: how many exits have been compared.
     logits: the sizes of the largest logits, and their bytes.
@@ -64,6 +66,7 @@ class Proof:
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     rounding: bool = False
+    planned: bool = False
     room: Callable[[], int | None] = lambda: None
     exits: int = 0
     logits: tuple[tuple[int, ...], int] = ((), 0)
@@ -86,8 +89,8 @@ class Proof:
     _last: tuple[Recipe, torch.Tensor] | None = None
     """The recipe that was compared last, with its result: the next op usually reads that."""
 
-    def recipe(self, recipe: Recipe, name: str, reader: str) -> torch.Tensor | None:
-        """An op has a recipe: compare it with tiles. Returns its result where it must be whole; None where tiles may make it.
+    def recipe(self, recipe: Recipe, name: str, reader: str) -> Recipe | torch.Tensor:
+        """An op has a recipe: compare it with tiles. Returns the recipe where tiles may make the result, else the result.
 
         name: by which it is compared. reader: by which it reads whole tensors if no tiles give its bits.
         """
@@ -98,11 +101,12 @@ class Proof:
         rows, whole = self._where_it_fits(recipe, takes, 1, divides, lambda rows: self._compared(recipe, name, rows))
         if not self._first[name]:
             self._last = (recipe, whole) if rows is None else None
-            return None
+            return recipe
         if self._first[name] == len(self.rows):
             self._readers.add(reader)
         self._last = None
-        return whole if rows is None else recipe.computed(self._made(recipe.reads, None))
+        result: torch.Tensor = whole if rows is None else recipe.computed(self._made(recipe.reads, None))
+        return Whole(recipe, result) if self.planned else result
 
     def _compared(self, recipe: Recipe, name: str, rows: int | None) -> torch.Tensor:
         """The result of a recipe by the whole op, or its first `rows`, compared with tiles."""
@@ -252,7 +256,7 @@ class Proof:
 
     def anew(self) -> Proof:
         """The same proof of another step, because other ranks need one."""
-        return Proof(self.rows, self.columns, self.rounding, self.room)
+        return Proof(self.rows, self.columns, self.rounding, room=self.room)
 
     def results(self, tokens: int) -> list[Sizes]:
         """The ways in which the step may run, in the smallest tiles, with more memory and fewer products first.

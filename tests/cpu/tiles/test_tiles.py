@@ -17,7 +17,7 @@ from lightning_memopt.native.counting import install
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import TiledHead, plan_from_json, plan_to_json, tiles_text
 from lightning_memopt.plan.logits import head_of
-from lightning_memopt.runtime.tiles import HELD, Proof, Sizes, TileMode
+from lightning_memopt.runtime.tiles import HELD, Proof, Sizes, TileMode, proof
 from lightning_memopt.runtime.tiles.exits import Product
 from lightning_memopt.runtime.tiles.kinds import LogSoftmax
 from lightning_memopt.session.tiling import Tiling
@@ -229,6 +229,14 @@ def test_a_plan_in_a_file_runs_in_tiles_after_it_has_been_proven_here(tmp_path):
     tiles = compare(_saving(path)).status.plan.tiles
     again = compare(test_loops.inside, plan=path)
     assert again.status.plan.tiles == tiles
+
+
+def test_tiles_of_a_file_that_have_other_bits_here_leave_the_head_whole(tmp_path, monkeypatch):
+    path = str(tmp_path / "plan.json")
+    assert compare(_saving(path)).status.plan.tiles
+    monkeypatch.setattr(proof, "equal", lambda a, b: False)
+    (why,) = compare(test_loops.inside, plan=path).why_whole
+    assert "tiles give other bits than the whole op on this machine" in why
 
 
 def test_a_file_with_wrong_tiles_is_refused(tmp_path):
