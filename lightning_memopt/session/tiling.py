@@ -13,9 +13,9 @@ time wins. Ranks that train together decide together, after each of these steps 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import partial, wraps
 from math import prod
 from typing import Any, Literal, TypeVar
 
@@ -62,6 +62,8 @@ work on blocks of so many.
 _REMEMBERED = 16
 """Maximum number of signatures whose steps may run in tiles: each has a graph."""
 _UNKNOWN_NBYTES = 1 << 62
+NO_HEAD = "no product of matrices was found from which a loss takes the logarithm of a softmax"
+NO_LOSS = "no loss reads the logits in a way that can run on tiles"
 AnyRecording = TypeVar("AnyRecording", bound=Recording)
 Say = Callable[[str], None]
 Solve = Callable[[Graph], Solved]
@@ -97,6 +99,21 @@ _OTHER = _Signature(phase="whole")
 """What is known of all signatures after the first ones."""
 
 
+_assuming: list[Callable[[Tiling, nn.Module], None]] = []
+
+
+@contextlib.contextmanager
+def assuming(begin: Callable[[Tiling, nn.Module], None]) -> Iterator[None]:
+    """Within, sessions that are made run in tiles without a proof, because none of the bytes of their steps is computed.
+    `begin` says in which ones (`Tiling.assume`), for the model of the session.
+    """
+    _assuming.append(begin)
+    try:
+        yield
+    finally:
+        _assuming.remove(begin)
+
+
 class Tiling(Part):
     """The loss heads of a session's model that run in tiles.
 
@@ -120,7 +137,14 @@ class Tiling(Part):
         self._said = set[str]()
         self._flags: object = None  # the numeric settings under which tiles of the user's plan were compared
         self._given: bool | None = None  # whether the tiles of the user's plan have given the bits of whole ops
+        self._assumed: tuple[TiledHead, Callable[[bool], TileMode]] | None = None
         self.mode: TileMode | None = None
+        if _assuming:
+            _assuming[-1](self, model)
+
+    def assume(self, head: TiledHead, mode: Callable[[bool], TileMode]) -> None:
+        """Each step runs in tiles without a proof (`assuming`). `mode`: makes that of a step (`TileMode`), given `notes`."""
+        self._assumed = head, mode
 
     # -- moments of a step -------------------------------------------------------------------------
 
@@ -149,10 +173,14 @@ class Tiling(Part):
             elif now.phase == "tiled":
                 head = now.ways[min(len(now.observed), len(now.ways) - 1)]
                 work = _proven(head)
-        if head is None or work is None or self._why_not():
+        if self._assumed is not None:
+            head, made_by = self._assumed
+        elif head is None or work is None or why_not():
             return
+        else:
+            made_by = partial(TileMode, head.classes, work)
         module = self._model.get_submodule(head.module)
-        self.mode = mode = TileMode(head.classes, work, notes=any(p.requires_grad for p in self._weights(head)))
+        self.mode = mode = made_by(any(p.requires_grad for p in self._weights(head)))
         self._step.enter_context(around_innermost(module, self._head_begins, self._head_ends))
         raw = watching(mode.exposed, mode.settings_changed, _ignored, mode.opened)
         sizes = watching_sizes(lambda t: mode.leaving([t], "resize_"), _ignored)
@@ -241,7 +269,7 @@ class Tiling(Part):
         """Bytes by which other ways to run the step lower its peak, surely or at most. `by_regions`: those of compiled regions.
         Before a step has run in tiles, any budget may be kept.
         """
-        may = self._wanted and self._now.phase in ("look", "prove") and not self._why_not() and not surely
+        may = self._wanted and self._now.phase in ("look", "prove") and not why_not() and not surely
         return _UNKNOWN_NBYTES if may else by_regions(surely)
 
     def observes_again(self, state: Observing, graph: Graph, limit_nbytes: int | None, machine: Machine) -> bool:
@@ -263,11 +291,11 @@ class Tiling(Part):
         if now.phase == "look":
             needed = limit_nbytes is None or unmodified_peak(graph, machine) > limit_nbytes
             op = head_of(graph) if needed or not self._meetings.alone else None
-            now.head = None if op is None else _head(graph, op, self._model)
+            now.head = None if op is None else tiled_head(graph, op, self._model)
             now.plain = graph
-            why = self._why_not()
+            why = why_not()
             if now.head is None:
-                why = why or "no product of matrices was found from which a loss takes the logarithm of a softmax"
+                why = why or NO_HEAD
             elif not why and self._weights_leave(now.head):
                 why = "its weights are freed between forward and backward (fully_shard with reshard_after_forward=True)"
             return Known("look", why, needed)
@@ -277,7 +305,7 @@ class Tiling(Part):
             why = ""
             if again is None and not ways:
                 wrong = now.proof.wrong
-                why = _other_bits(wrong) if wrong else "no loss reads the logits in a way that can run on tiles"
+                why = _other_bits(wrong) if wrong else NO_LOSS
             return Known("prove", why, True, again is not None, len(ways))
         if now.phase == "tiled" and now.plain is not None:
             if len(now.observed) < len(now.ways):
@@ -322,11 +350,6 @@ class Tiling(Part):
                 now.phase = "tiled"
                 now.observed = []
         now.proved = False
-
-    def _why_not(self) -> str:
-        if loaded() is None:
-            return "the native engine is not there"
-        return "" if loaded().can_be_hollow() else "they need a newer torch"
 
     def _weights(self, head: TiledHead) -> list[nn.Parameter]:
         module = self._model.get_submodule(head.module)
@@ -390,7 +413,15 @@ class Tiling(Part):
         return 0, frontier.graph.step_seconds + frontier.within(limit_nbytes).predicted.seconds
 
 
-def _head(graph: Graph, op: Op, model: nn.Module) -> TiledHead | None:
+def why_not() -> str:
+    """Why no head can run in tiles in this process; "" if one can."""
+    if loaded() is None:
+        return "the native engine is not there"
+    return "" if loaded().can_be_hollow() else "they need a newer torch"
+
+
+def tiled_head(graph: Graph, op: Op, model: nn.Module) -> TiledHead | None:
+    """The head whose product an op of a step is, with all rows and columns; None if no module of the model is."""
     path = op.scope.partition("#")[0]
     product = graph.tensors[op.outputs[0]]
     if len(product.size) < 2 or path not in dict(model.named_modules()):
@@ -406,13 +437,14 @@ def _other_bits(op: str) -> str:
 
 def _sizes(head: TiledHead, rounding: bool) -> Proof:
     """The sizes that are tried. `head`: with all rows and columns."""
+    return Proof(sizes_of(head.rows), sizes_of(head.columns), rounding)
 
-    def parts(n: int) -> tuple[int, ...]:
-        even = {n // part for part in _PARTS if n % (part * _VECTOR) == 0}  # the last tile is as large as the others
-        sizes = even or {-(-n // (part * _STEP)) * _STEP for part in _PARTS}
-        return tuple(sorted(size for size in sizes if size < n))
 
-    return Proof(parts(head.rows), parts(head.columns), rounding)
+def sizes_of(n: int) -> tuple[int, ...]:
+    """The sizes of tiles of `n` rows or columns that are tried, from small to large."""
+    even = {n // part for part in _PARTS if n % (part * _VECTOR) == 0}  # the last tile is as large as the others
+    sizes = even or {-(-n // (part * _STEP)) * _STEP for part in _PARTS}
+    return tuple(sorted(size for size in sizes if size < n))
 
 
 def _tiled(head: TiledHead, sizes: Sizes) -> TiledHead:
