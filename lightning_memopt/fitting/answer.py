@@ -6,7 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from lightning_memopt.batching.fit import StepFit
@@ -67,7 +67,8 @@ class OnCard:
     peak_nbytes: the peak of the step as it would run: unmodified, or by the plan; else the smallest budget that works.
     slowdown: predicted seconds of that step as a multiple of the unmodified one's.
     largest_batch: the largest number of samples with which the unmodified step fits; None if it is not known.
-    largest_planned_batch: the same by a plan that only recomputes, or the one of the step if another plan makes it fit.
+    largest_planned_batch: the same by a plan that recomputes, or runs the loss head in tiles if it may; or the one of the step
+        if another plan makes it fit.
     longest: the largest number of tokens of a sample with which the unmodified step fits; None if it is not known.
     longest_planned: the same by a plan, as for the batch.
     """
@@ -294,12 +295,13 @@ def answered(source: Source, cards: Sequence[Card], ranks: int = 1, config: MemO
     unsized: dict[str, str] = {}
     largest: dict[str, list[Most]] = {}
     for size, here in (("batch", source.batch), ("length", source.length)):
-        fitted = source.unsized if here is None else at_sizes(here, partial(_graph_at, source.record, sizes, size), graph)
+        plain_at = cache(partial(_graph_at, source.record, sizes, size))
+        fitted = source.unsized if here is None else at_sizes(here, plain_at, graph)
         if isinstance(fitted, str):
             unsized[size] = fitted
             largest[size] = [(None, None)] * len(cards)
         else:
-            largest[size] = most(fitted, cards, LARGEST[size], here or 1)
+            largest[size] = most(fitted, cards, LARGEST[size], here or 1, ways.tiled_at_sizes(size, here or 1, plain_at))
     checkpointed = _checkpointed(source, sizes, recorded, cards)
     not_checkpointed, of_cards = (checkpointed, [None] * len(cards)) if isinstance(checkpointed, str) else ("", checkpointed)
     on_cards = tuple(

@@ -9,20 +9,22 @@ answer says what they would bring.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
+from lightning_memopt.batching.fit import StepFit
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import ConfigError, InfeasibleError, MemOptError
 from lightning_memopt.fitting.cards import Card
 from lightning_memopt.fitting.recording import Recorded
-from lightning_memopt.fitting.sources import Source
+from lightning_memopt.fitting.sizes import at_sizes
+from lightning_memopt.fitting.sources import SIZES, Source
 from lightning_memopt.fitting.tiling import InTiles, recorded_in_tiles
-from lightning_memopt.graph import EarlyUpdate, Graph
+from lightning_memopt.graph import EarlyUpdate, Graph, unmodified_levels
 from lightning_memopt.plan import Machine, Plan, TiledHead, simulate
 from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.session.parking.joint_frontier import JointFrontier
@@ -351,14 +353,31 @@ class Techniques:
                 self.whole = str(error)
             return []
 
-    def _recorded_in_tiles(self, tiles: InTiles) -> Graph:
+    def _recorded_in_tiles(self, tiles: InTiles, *sizes: int) -> Graph:
         if self._source.tiled is None:
             raise ConfigError(_AS_IT_IS)
-        return self._source.tiled(*self._sizes, tiles=tiles).graph
+        return self._source.tiled(*(sizes or self._sizes), tiles=tiles).graph
 
     def _step_of(self, tiles: Heads) -> InTiles:
         """The step with these tiles."""
         return next(step for step in self._steps_in_tiles if (step.head,) == tiles)
+
+    def tiled_at_sizes(self, size: str, here: int, plain_at: Callable[[int], Graph]) -> StepFit | None:
+        """The step in the tiles that need the fewest bytes, at any size; None if it is not allowed, or not known.
+        `size`: the one that changes, which is `here`. `plain_at`: the step as it is.
+        """
+        steps = self._steps_in_tiles if self.config.tile != "off" else []
+        if not steps:
+            return None
+        least = min(steps, key=lambda step: max(unmodified_levels(step.graph)))
+        sizes = dict(zip(SIZES, self._sizes, strict=True))
+
+        def tiled_at(n: int) -> Graph:
+            tiles = InTiles(plain_at(n), least.whole)
+            return self._recorded_in_tiles(tiles, *(sizes | {size: n}).values())
+
+        fitted = at_sizes(here, tiled_at, least.graph)
+        return None if isinstance(fitted, str) else fitted
 
     def _in_tiles(self, search_seconds: float) -> list[Frontier]:
         """The frontiers of these steps."""

@@ -196,6 +196,26 @@ def test_the_seconds_are_those_of_all_products() -> None:
         assert seconds == pytest.approx([n * product for n in more])
 
 
+def test_the_largest_batch_is_that_of_a_plan_in_tiles() -> None:
+    def build(n: int) -> Training:
+        torch.manual_seed(1)
+        model, ids = LanguageModel(), torch.zeros(n, 64, dtype=torch.long)
+        optimizer = torch.optim.AdamW(model.parameters())
+        return training_of(model, optimizer, lambda: F.cross_entropy(model(ids)[0].view(-1, CLASSES), ids.view(-1)))
+
+    def largest(tile: str, batch: int) -> tuple[int, str]:
+        source = of_training("a language model", build, batch, "cpu")
+        (on,) = answered(source, of_the_host(cards_of(["12MiB"])), config=config_of(tile=tile)).cards
+        assert on.largest_planned_batch is not None
+        return on.largest_planned_batch, on.verdict
+
+    without, _ = largest("off", 4)
+    most, _ = largest("exact", 4)
+    assert most > 3 * without
+    batch = most // 4 * 4  # of equal tiles
+    assert largest("exact", batch)[1] == "plan" and largest("exact", batch + 8)[1] == "no"
+
+
 def test_together_with_early_updates() -> None:
     alone = asked(USUAL, 1000).smallest_nbytes
     both = asked(USUAL, 1000, early="auto").smallest_nbytes
