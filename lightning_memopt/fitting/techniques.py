@@ -346,16 +346,17 @@ class Techniques:
     @cached_property
     def _steps_in_tiles(self) -> list[InTiles]:
         """The step with its loss head in tiles, in each way in which it can be; if in none, `whole` says why."""
-        try:
-            return recorded_in_tiles(self._graph, self._recorded_in_tiles)
-        except MemOptError as error:
-            if self.config.tile != "off" or why_not():
-                self.whole = str(error)
-            return []
+        is_asked, why = self.config.tile != "off", why_not() or _AS_IT_IS
+        if self._source.tiled is not None and not why_not():
+            try:
+                return recorded_in_tiles(self._graph, self._recorded_in_tiles)
+            except MemOptError as error:
+                why = str(error)
+        self.whole = why if is_asked else why_not()
+        return []
 
     def _recorded_in_tiles(self, tiles: InTiles, *sizes: int) -> Graph:
-        if self._source.tiled is None:
-            raise ConfigError(_AS_IT_IS)
+        assert self._source.tiled is not None
         return self._source.tiled(*(sizes or self._sizes), tiles=tiles).graph
 
     def _step_of(self, tiles: Heads) -> InTiles:

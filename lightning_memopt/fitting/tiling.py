@@ -27,7 +27,7 @@ from lightning_memopt.record.tensors import tensors_in
 from lightning_memopt.runtime.tiles import Sizes, TileMode
 from lightning_memopt.runtime.tiles.hollow import recipe_of
 from lightning_memopt.runtime.tiles.recipes import Recipe
-from lightning_memopt.session.tiling import NO_HEAD, NO_LOSS, Tiling, assuming, sizes_of, tiled_head, why_not
+from lightning_memopt.session.tiling import NO_HEAD, NO_LOSS, Tiling, assuming, sizes_of, tiled_head
 from lightning_memopt.torch_private import OpOverload, dispatch_key, set_excluded_keys, storage_id
 from lightning_memopt.trace.flops import Flops
 
@@ -143,9 +143,9 @@ class InTiles:
         op = head_of(self._plain)
         head = None if op is None else tiled_head(self._plain, op, model)
         rows, columns = ((), ()) if head is None else (sizes_of(head.rows)[:1], sizes_of(head.columns)[:1])
-        why = why_not() or (NO_HEAD if head is None else "" if rows else f"{head.rows} tokens are too few")
+        why = NO_HEAD if head is None else "" if rows else f"{head.rows} tokens are too few"
         if why or head is None:
-            raise ConfigError(why)
+            raise ConfigError(f"{why}. Set tile='off'")
         self.whole = self.whole or not columns
 
         def mode(notes: bool) -> TileMode:
@@ -218,5 +218,5 @@ def recorded_in_tiles(plain: Graph, record: Callable[[InTiles], Graph]) -> list[
             found.append(tiles)
         tiles = tiles.other
     if not found:
-        raise ConfigError(NO_LOSS)
+        raise ConfigError(f"{NO_LOSS}. Set tile='off'")
     return found
