@@ -15,6 +15,7 @@ from lightning_memopt.errors import ConfigError, PlanFileError
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import TiledHead, plan_from_json, plan_to_json, tiles_text
 from lightning_memopt.plan.logits import head_of
+from lightning_memopt.report.explain import explain
 from lightning_memopt.runtime.tiles import HELD, Proof, Sizes, TileMode
 from lightning_memopt.runtime.tiles.exits import Product
 from lightning_memopt.session.tiling import Tiling
@@ -226,6 +227,7 @@ def test_a_plan_in_a_file_runs_in_tiles_after_it_has_been_proven_here(tmp_path):
     tiles = compare(_saving(path)).status.plan.tiles
     again = compare(test_loops.inside, plan=path)
     assert again.status.plan.tiles == tiles
+    assert f"\nIn tiles: {tiles_text(tiles)}.\n" in explain(*plan_from_json(json.loads((tmp_path / "plan.json").read_text())))
 
 
 def test_a_file_with_wrong_tiles_is_refused(tmp_path):
