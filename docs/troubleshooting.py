@@ -157,7 +157,7 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "`tile='exact'` was given, and the line says why the head stays whole.",
         "Set `tile='off'` to hear no more of it.",
     ),
-    ("session/tiling.py", "MemOpt: …. Their bits"): ("`tile='exact'` was given, and tiles lower the peak.", NOTHING),
+    ("session/loss_head.py", "MemOpt: …. Their bits"): ("`tile='exact'` was given, and tiles lower the peak.", NOTHING),
     ("session/tiling.py", "MemOpt: …, which are made in tiles"): (
         "The loop read logits, or held them while weights were updated. Then they are made whole, which takes their memory.",
         "Delete them before `optimizer.step()` (`del outputs`), or read them in fewer steps.",

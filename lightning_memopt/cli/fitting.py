@@ -73,6 +73,12 @@ def add(commands: Any) -> None:
         metavar="WHEN",
         help="never, auto or always: whether a plan may update parameters in backward, as for a run (default: never)",
     )
+    fit.add_argument(
+        "--tile",
+        default="off",
+        help="off, exact or rounding: whether a plan may run the loss head in tiles, so that logits are never whole, as for "
+        "a run (default: off)",
+    )
     fit.add_argument("-o", "--output", metavar="PLAN", help="write the plan for the card, which a run takes by plan=PLAN")
     fit.add_argument("--json", action="store_true", help="print the answer as JSON")
     fit.set_defaults(run=run)
@@ -93,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         import_libraries(source)
     if args.output is not None:
         plans.check(args.card, args.output, args.ranks)
-    techniques = {name: getattr(args, name) for name in ("offload", "optimizer_in_backward")}
+    techniques = {name: getattr(args, name) for name in ("offload", "optimizer_in_backward", "tile")}
     options = {field.name: getattr(args, field.name) for field in fields(Options)}
     gc.freeze()  # what is imported stays: no collection needs to walk it
     try:

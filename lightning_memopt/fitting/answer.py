@@ -6,7 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from lightning_memopt.batching.fit import StepFit
@@ -32,6 +32,7 @@ from lightning_memopt.fitting.techniques import (
 )
 from lightning_memopt.fitting.values import GIVEN
 from lightning_memopt.graph import Graph
+from lightning_memopt.plan import TiledHead, tiles_text
 from lightning_memopt.plan.peak import at_peak
 from lightning_memopt.report.text import Table, render
 from lightning_memopt.solvers import planner
@@ -42,6 +43,10 @@ from lightning_memopt.units import format_nbytes
 
 _VERDICT = 27
 """Maximum width of a verdict; longer ones take several lines."""
+_BITS = (
+    "Bits of tiles are compared on the card itself: where the smallest ones do not give those of the whole ops, a run takes "
+    "larger ones, and more memory."
+)
 
 
 @dataclass(frozen=True)
@@ -52,16 +57,18 @@ class OnCard:
     ranks: number of such cards over which the model is sharded.
     usable_nbytes: bytes for the step, beside the context and the workspaces of libraries.
     verdict: "fits": the unmodified step does. "plan": it does by a plan. "no": no plan is small enough.
-    techniques: what the plan uses: "recompute", "offload", "early updates".
+    techniques: what the plan uses: "recompute", "loss head in tiles", "offload", "early updates".
     offloaded_nbytes: bytes that a step by the plan copies to the tier, and back.
     tier_nbytes: the most bytes that are there at once.
     early_updates: number of parameters that are updated in backward.
+    tiles: the loss heads that run in tiles under the plan, in the smallest ones that a run tries.
     others: where no plan fits, what options would bring that were not given.
     checkpointed: the step with gradient checkpointing; None if nobody asked about it, or it was not recorded.
     peak_nbytes: the peak of the step as it would run: unmodified, or by the plan; else the smallest budget that works.
     slowdown: predicted seconds of that step as a multiple of the unmodified one's.
     largest_batch: the largest number of samples with which the unmodified step fits; None if it is not known.
-    largest_planned_batch: the same by a plan that only recomputes, or the one of the step if another plan makes it fit.
+    largest_planned_batch: the same by a plan that recomputes, or runs the loss head in tiles if it may; or the one of the step
+        if another plan makes it fit.
     longest: the largest number of tokens of a sample with which the unmodified step fits; None if it is not known.
     longest_planned: the same by a plan, as for the batch.
     """
@@ -80,6 +87,7 @@ class OnCard:
     offloaded_nbytes: int = 0
     tier_nbytes: int = 0
     early_updates: int = 0
+    tiles: tuple[TiledHead, ...] = ()
     others: tuple[Other, ...] = ()
     checkpointed: Checkpointed | None = None
 
@@ -101,6 +109,7 @@ class Fit:
     frontier: the plans of the first of the steps, with the seconds of the first card.
     device: type of the device whose operators the step has.
     as_usual: why no plan updates parameters in backward although plans may; "" otherwise.
+    whole: why no plan runs the loss head in tiles although plans may; "" otherwise.
     not_checkpointed: why the step was not recorded with gradient checkpointing although somebody asked; "" otherwise.
     """
 
@@ -112,6 +121,7 @@ class Fit:
     frontier: Frontier
     device: str = "cuda"
     as_usual: str = ""
+    whole: str = ""
     not_checkpointed: str = ""
 
     def save_plan(self, path: str) -> str:
@@ -161,6 +171,7 @@ class Fit:
             "assumed": self.assumed,
             "unsized": self.unsized,
             "as_usual": self.as_usual,
+            "whole": self.whole,
             "not_checkpointed": self.not_checkpointed,
         }
 
@@ -205,6 +216,12 @@ class Fit:
                 )
         lines.append(render(table, 148 if several else 140))
         lines += [f"{card.card}: {other.text}." for card in self.cards for other in card.others]
+        tiles = dict.fromkeys(card.tiles for card in self.cards if card.tiles)
+        lines += [f"In tiles: {tiles_text(heads)}." for heads in tiles]
+        if tiles or any(other.tile != "off" for card in self.cards for other in card.others):
+            lines.append(_BITS)
+        if self.whole:
+            lines.append(f"No loss head runs in tiles: {self.whole.rstrip('.')}.")
         if self.as_usual:
             lines.append(f"No parameter is updated in backward: {self.as_usual}")
         if self.not_checkpointed:
@@ -230,6 +247,7 @@ def fit(
     *,
     offload: str = "none",
     optimizer_in_backward: str = "never",
+    tile: str = "off",
     **options: Any,
 ) -> Fit:
     """Whether a training step fits on cards, without a card, memory, or weights.
@@ -238,12 +256,12 @@ def fit(
         its folder; the id of a model; or the words of a command that runs a training script: ["python", "train.py"].
     cards: names of profiles, files of rates, or bytes ("24GiB"); none: `fitting.cards.CARDS`.
     ranks: numbers of cards, over which the model of a config is sharded by FSDP2. All sizes are of one card.
-    offload, optimizer_in_backward: what plans may do beside recomputing, as of `MemOptConfig`; on one card.
+    offload, optimizer_in_backward, tile: what plans may do beside recomputing, as of `MemOptConfig`; on one card.
     options: how the model of a config is trained (`fitting.options.Options`).
 
     Raises ConfigError if there is no such source or card, or if its step cannot be planned.
     """
-    given, config = Options(**options), config_of(offload, optimizer_in_backward)
+    given, config = Options(**options), config_of(offload, optimizer_in_backward, tile)
     asked = cards_of(cards) if given.cuda else of_the_host(cards_of(cards))
     check(config, given.device, asked, ranks)
     device = asked[0].name, max(card.device.nbytes for card in asked)
@@ -277,12 +295,13 @@ def answered(source: Source, cards: Sequence[Card], ranks: int = 1, config: MemO
     unsized: dict[str, str] = {}
     largest: dict[str, list[Most]] = {}
     for size, here in (("batch", source.batch), ("length", source.length)):
-        fitted = source.unsized if here is None else at_sizes(here, partial(_graph_at, source.record, sizes, size), graph)
+        plain_at = cache(partial(_graph_at, source.record, sizes, size))
+        fitted = source.unsized if here is None else at_sizes(here, plain_at, graph)
         if isinstance(fitted, str):
             unsized[size] = fitted
             largest[size] = [(None, None)] * len(cards)
         else:
-            largest[size] = most(fitted, cards, LARGEST[size], here or 1)
+            largest[size] = most(fitted, cards, LARGEST[size], here or 1, ways.tiled_at_sizes(size, here or 1, plain_at))
     checkpointed = _checkpointed(source, sizes, recorded, cards)
     not_checkpointed, of_cards = (checkpointed, [None] * len(cards)) if isinstance(checkpointed, str) else ("", checkpointed)
     on_cards = tuple(
@@ -298,6 +317,7 @@ def answered(source: Source, cards: Sequence[Card], ranks: int = 1, config: MemO
         frontier=frontier,
         device=source.device,
         as_usual=ways.as_usual,
+        whole=ways.whole,
         not_checkpointed=not_checkpointed,
     )
 
@@ -355,6 +375,7 @@ def _on(card: Card, graph: Graph, ways: Techniques, plain_nbytes: int, batch: Mo
         offloaded_nbytes=found.offloaded_nbytes,
         tier_nbytes=found.plan.predicted.tier_nbytes,
         early_updates=len(found.plan.updates),
+        tiles=found.plan.tiles,
         others=() if found.fits else ways.others(card, found),
     )
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
+from functools import partial
 
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.fitting.answer import Fit, answered
 from lightning_memopt.fitting.cards import Card, cards_of, of_the_host
-from lightning_memopt.fitting.recording import Observed, observing, recorded
+from lightning_memopt.fitting.recording import Observed, Recorded, observing, recorded
 from lightning_memopt.fitting.sources import Source
 from lightning_memopt.fitting.techniques import check, config_of
+from lightning_memopt.fitting.tiling import InTiles
 from lightning_memopt.fitting.unfilled import SMALL, Unfilled
 from lightning_memopt.integrations.asking import Observe, Within
 from lightning_memopt.units import format_nbytes
@@ -18,21 +21,32 @@ _HOST_NBYTES = 1 << 62
 """On a card, none of the bytes that the process holds beside the step: they are the host's."""
 
 
-def of_loop(name: str, observe: Observe, within: Within, device: str, nbytes: int | None, offload: str = "none") -> Fit:
+def of_loop(
+    name: str, observe: Observe, within: Within, device: str, nbytes: int | None, offload: str = "none", tile: str = "off"
+) -> Fit:
     """The answer for steps on a device of this type. `nbytes`: of the budget; None: as many as the smallest plan needs.
-    `offload`: the option of the run.
+    `offload`, `tile`: the options of the run.
     """
-    config, card = config_of(offload), _card(nbytes)
+    config, card = config_of(offload, tile=tile), _card(nbytes)
     check(config, device, [card])
     host = kind_of(device).is_host
 
-    def watch(mode: Unfilled) -> Observed:
-        with within(SMALL):
-            graph, said = observe(observing())
+    def watch(tiles: InTiles | None, mode: Unfilled) -> Observed:
+        with within(SMALL), contextlib.nullcontext() if tiles is None else tiles.assumed(mode):
+            graph, said = observe(observing(tiled=tiles is not None))
         return Observed(graph, said, 0 if host else _HOST_NBYTES)
 
-    found = recorded(watch, cuda=not host)
-    source = Source(name, lambda *_: found, unsized="the loop alone knows it", device=device)
+    def recording(tiles: InTiles | None = None) -> Recorded:
+        return recorded(partial(watch, tiles), cuda=not host)
+
+    found = recording()
+    source = Source(
+        name,
+        lambda *_: found,
+        unsized="the loop alone knows it",
+        device=device,
+        tiled=lambda *_, tiles: recording(tiles),
+    )
     return answered(source, [card], config=config)
 
 

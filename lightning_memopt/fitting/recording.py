@@ -24,6 +24,7 @@ from lightning_memopt.fitting.autocast import cuda_autocast
 from lightning_memopt.fitting.checkpointing import CHECKPOINTED, kept, refuse_none, same_random_numbers, taken_off, turned_on
 from lightning_memopt.fitting.operators import CudaOperators, Reads, count_on_host, update_together
 from lightning_memopt.fitting.sharding import UnfilledRank, of_a_card, one_rank_of
+from lightning_memopt.fitting.tiling import InTiles
 from lightning_memopt.fitting.unfilled import Unfilled
 from lightning_memopt.fitting.values import Values
 from lightning_memopt.fitting.workspaces import on_host, workspace_nbytes
@@ -80,11 +81,18 @@ Observe = Callable[[Unfilled], Observed]
 """Runs steps, and observes them."""
 
 
-def observing(early: bool = False) -> MemOptConfig:
-    """The options of a run that observes steps, and plans none. `early`: parameters are updated in backward."""
+def observing(early: bool = False, tiled: bool = False) -> MemOptConfig:
+    """The options of a run that observes steps, and plans none. `early`: parameters are updated in backward. `tiled`: loss
+    heads run in tiles.
+    """
     in_backward: EarlyUpdating = "auto" if early else "never"
     return MemOptConfig(
-        budget="min", profile_steps=NEVER_PLANNED, verify=False, verbose=False, optimizer_in_backward=in_backward
+        budget="min",
+        profile_steps=NEVER_PLANNED,
+        verify=False,
+        verbose=False,
+        optimizer_in_backward=in_backward,
+        tile="exact" if tiled else "off",
     )
 
 
@@ -123,11 +131,17 @@ def marked(run: Run) -> Iterator[None]:
 class Watching:
     """A run that observes the steps of a model, from now until `close`.
 
-    mode: is on, and is told if checkpointing is taken off. early, checkpoints: see `record`.
+    mode: is on, and is told if checkpointing is taken off. early, checkpoints, tiles: see `record`.
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: list[Optimizer], mode: Unfilled, early: bool = False, checkpoints: bool = False
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        mode: Unfilled,
+        early: bool = False,
+        checkpoints: bool = False,
+        tiles: InTiles | None = None,
     ) -> None:
         from lightning_memopt.integrations.plain import open_run
 
@@ -135,7 +149,8 @@ class Watching:
         with contextlib.ExitStack() as stack:
             if checkpoints:
                 stack.enter_context(turned_on(model))
-            self._run = open_run(model, optimizers, observing(early), self._lines.append)
+            with contextlib.nullcontext() if tiles is None else tiles.assumed(mode):
+                self._run = open_run(model, optimizers, observing(early, tiles is not None), self._lines.append)
             stack.callback(self._run.close)
             if self._run.checkpointing is not None:
                 if checkpoints:
@@ -171,6 +186,7 @@ def record(
     values: Values | None = None,
     early: bool = False,
     checkpoints: bool = False,
+    tiles: InTiles | None = None,
 ) -> Recorded:
     """Record a step of the training that `build` makes. No bytes of it are computed, those of its weights included.
 
@@ -179,12 +195,13 @@ def record(
     values: gives values that steer the steps.
     early: parameters are updated in backward, as far as the step allows it.
     checkpoints: gradient checkpointing stays, or is turned on in a model of transformers. Otherwise it is taken off.
+    tiles: the loss head runs in these.
 
     Raises ConfigError if the steps have no forward in training, backward and update, or nothing that is checkpointed although
     it should be.
     """
     with contextlib.closing(AtSizes(build, lambda training: training, cuda, ranks, values)) as sizes:
-        return sizes.record(early=early, checkpoints=checkpoints)
+        return sizes.record(early=early, checkpoints=checkpoints, tiles=tiles)
 
 
 Made = TypeVar("Made")
@@ -208,12 +225,15 @@ class AtSizes(Generic[Made]):
         self._made: Made | None = None
         self._before_nbytes = 0
 
-    def record(self, *sizes: int, early: bool = False, checkpoints: bool = False) -> Recorded:
+    def record(self, *sizes: int, early: bool = False, checkpoints: bool = False, tiles: InTiles | None = None) -> Recorded:
         """Record a step at these sizes. Raises ConfigError as the function does."""
         if self._ranks > 1 and self._made is None:
             self._group.enter_context(one_rank_of(self._ranks))
         made = recorded(
-            lambda mode: self._observed(mode, sizes, early, checkpoints), self._cuda, mode=self._mode, checkpoints=checkpoints
+            lambda mode: self._observed(mode, sizes, early, checkpoints, tiles),
+            self._cuda,
+            mode=self._mode,
+            checkpoints=checkpoints,
         )
         if self._ranks == 1:
             return made
@@ -226,7 +246,9 @@ class AtSizes(Generic[Made]):
         self._mode.close()
         self._group.close()
 
-    def _observed(self, mode: Unfilled, sizes: tuple[int, ...], early: bool, checkpoints: bool) -> Observed:
+    def _observed(
+        self, mode: Unfilled, sizes: tuple[int, ...], early: bool, checkpoints: bool, tiles: InTiles | None
+    ) -> Observed:
         """A step like those that follow."""
         steps = STEPS if early else 1  # with early updates, a step ends when the next one begins
         if self._made is None:
@@ -236,7 +258,7 @@ class AtSizes(Generic[Made]):
         optimizers = [training.optimizer] if isinstance(training.optimizer, Optimizer) else list(training.optimizer)
         if self._cuda:
             update_together(optimizers)
-        watching = Watching(training.model, optimizers, mode, early, checkpoints)
+        watching = Watching(training.model, optimizers, mode, early, checkpoints, tiles)
         with contextlib.closing(watching), watching.naming():
             for _ in range(steps):
                 training.step()

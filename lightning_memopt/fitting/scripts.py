@@ -31,6 +31,7 @@ from lightning_memopt.integrations.asking import STEPS
 from lightning_memopt.integrations.entries import trains
 
 if TYPE_CHECKING:
+    from lightning_memopt.fitting.tiling import InTiles
     from lightning_memopt.fitting.unfilled import Unfilled
 
 _LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "mpirun", "srun")
@@ -79,6 +80,7 @@ def observed(
     mode: Unfilled,
     early: bool = False,
     checkpoints: bool = False,
+    tiles: InTiles | None = None,
     limit_seconds: float = LIMIT_SECONDS,
 ) -> Observed:
     """The last of a few steps of a script.
@@ -87,6 +89,7 @@ def observed(
     mode: is on.
     early: parameters are updated in backward, as far as the script allows it.
     checkpoints: what it checkpoints stays, or is turned on in a model of transformers.
+    tiles: its loss head runs in these.
     limit_seconds: how long it may run.
 
     Raises ConfigError if the script ends, or raises, before that; if its time is up; and if it trains in other processes.
@@ -94,7 +97,7 @@ def observed(
     from lightning_memopt.integrations.launch import run
 
     script, arguments, module = script_of(command)
-    loop, ended = _Loop(mode, bool(name), early, checkpoints), "ended"
+    loop, ended = _Loop(mode, bool(name), early, checkpoints, tiles), "ended"
     patience = Patience(script, limit_seconds, loop.leave_late, lambda: (loop.updates, loop.wanted))
     doing = f"{script}, run without its values,"
     remedy = "Run it by itself. If it trains, values that were not computed steer it: give package.module:function"
@@ -193,10 +196,10 @@ class _Loop:
     starts_trainers: whether it was left because it gives a model to another process.
     """
 
-    def __init__(self, mode: Unfilled, cuda: bool, early: bool, checkpoints: bool) -> None:
+    def __init__(self, mode: Unfilled, cuda: bool, early: bool, checkpoints: bool, tiles: InTiles | None) -> None:
         self._steps, self._mode = STEPS, mode  # the number of steps that are still to be recorded
         self._cuda, self._before_nbytes = cuda, mode.host_nbytes
-        self._early, self._checkpoints = early, checkpoints
+        self._early, self._checkpoints, self._tiles = early, checkpoints, tiles
         self._saw_begin = True
         self._made = weakref.WeakSet[Optimizer]()
         self._optimizers: list[Optimizer] = []
@@ -322,7 +325,7 @@ class _Loop:
 
     def _observe(self) -> None:
         self._saw_begin = not self._updating  # not if this forward is in the closure of an update
-        self._watching = Watching(self._model(), self._optimizers, self._mode, self._early, self._checkpoints)
+        self._watching = Watching(self._model(), self._optimizers, self._mode, self._early, self._checkpoints, self._tiles)
 
     def _model(self) -> nn.Module:
         """The module that was called, or a list of them. Raises ConfigError if none of them has what is trained."""

@@ -48,16 +48,19 @@ def needed_nbytes(graph: Graph, lives: tuple[Life, ...], schedule: Schedule | No
 
 
 @collector_paused()
-def most(sizes: StepFit, cards: Sequence[Card], cap: int, here: int) -> list[Most]:
+def most(sizes: StepFit, cards: Sequence[Card], cap: int, here: int, other: StepFit | None = None) -> list[Most]:
     """For each card, the largest sizes that fit, at most `cap`; 0 if none does. The plan is the smallest one of a step that is
     larger than any unmodified one that fits: in smaller ones, what is not rebuilt may matter more than activations.
 
     here: the size of the step that was recorded.
+    other: another way to run the step, which plans may take.
     """
     plain = _most_by(keep_all(sizes.large), sizes, cards, cap, here)
-    beyond = planner.smallest(sizes.at(_BEYOND * max(1, *plain)))
-    planned = _most_by(beyond.lives, sizes, cards, cap, here)
-    return [(n, max(n, by_plan)) for n, by_plan in zip(plain, planned, strict=True)]
+    largest = list(plain)
+    for step in (sizes,) if other is None else (sizes, other):
+        beyond = planner.smallest(step.at(_BEYOND * max(1, *plain)))
+        largest = list(map(max, largest, _most_by(beyond.lives, step, cards, cap, here)))
+    return list(zip(plain, largest, strict=True))
 
 
 @collector_paused()

@@ -38,6 +38,8 @@ class Source:
     unsized: why sizes are None.
     device: type of the device whose operators the step has.
     early: records the same step with parameters updated in backward, as far as it allows it; None: nobody can ask for that.
+    tiled: records the same step with its loss head in tiles, and perhaps with early updates: `tiled(batch, length, tiles=...,
+        early=...)`; None: nobody can ask for that.
     checkpointed: records the same step with gradient checkpointing; None: nobody asks for that, or can.
     asks: whether the user asks for that. Otherwise, it is recorded if the source itself checkpoints.
     close: lets go of the model, if it was kept to be recorded at other sizes.
@@ -50,6 +52,7 @@ class Source:
     unsized: str = ""
     device: str = "cuda"
     early: Callable[[int, int], Recorded] | None = None
+    tiled: Callable[..., Recorded] | None = None
     checkpointed: Callable[[int, int], Recorded] | None = None
     asks: bool = False
     close: Callable[[], None] = lambda: None
@@ -101,8 +104,8 @@ def of_training(
     """A training that a function makes for any number of samples. `asks`: see `Source`."""
     cuda, unsized = not kind_of(device).is_host, "the function alone knows it"
 
-    def recording(n: int, _: int, early: bool = False, checkpoints: bool = False) -> Recorded:
-        return record(partial(build, n), cuda, values=values, early=early, checkpoints=checkpoints)
+    def recording(n: int, _: int, **how: Any) -> Recorded:
+        return record(partial(build, n), cuda, values=values, **how)
 
     return Source(
         name,
@@ -111,6 +114,7 @@ def of_training(
         unsized=unsized,
         device=device,
         early=partial(recording, early=True),
+        tiled=recording,
         checkpointed=partial(recording, checkpoints=True),
         asks=asks,
     )
@@ -122,11 +126,11 @@ def _of_script(command: list[str], options: Options, device: tuple[str, int]) ->
     _refuse(options, taken, "The script")
     values = values_of(options.values)
 
-    def recording(batch: int, length: int, early: bool = False, checkpoints: bool = False) -> Recorded:
+    def recording(batch: int, length: int, checkpoints: bool = False, **how: Any) -> Recorded:
         words = [word.replace("{batch}", str(batch)).replace("{length}", str(length)) for word in command]
         on, limit = device if options.cuda else (), options.time_limit
         return recorded(
-            lambda mode: scripts.observed(words, *on, mode=mode, early=early, checkpoints=checkpoints, limit_seconds=limit),
+            lambda mode: scripts.observed(words, *on, mode=mode, checkpoints=checkpoints, limit_seconds=limit, **how),
             options.cuda,
             values,
             checkpoints=checkpoints,
@@ -141,6 +145,7 @@ def _of_script(command: list[str], options: Options, device: tuple[str, int]) ->
         unsized=hint,
         device=options.device,
         early=partial(recording, early=True),
+        tiled=recording,
         checkpointed=partial(recording, checkpoints=True) if options.gradient_checkpointing else None,
         asks=options.gradient_checkpointing,
     )
@@ -224,6 +229,7 @@ def _of_config(spec: str, options: Options, ranks: int) -> Source:
         None if task == "image-classification" else options.length,
         device=options.device,
         early=partial(sizes.record, early=True) if ranks == 1 else None,
+        tiled=sizes.record if ranks == 1 else None,
         checkpointed=partial(sizes.record, checkpoints=True) if options.gradient_checkpointing else None,
         asks=options.gradient_checkpointing,
         close=sizes.close,

@@ -1,5 +1,6 @@
-"""Plans that do more than recompute: that park saved tensors in a tier, at the rates of a card's links, and that update
-parameters in backward. They are made as a session makes them (`session/parking`, `plan/updates.py`).
+"""Plans that do more than recompute: that run the loss head in tiles (`tiling.py`), that park saved tensors in a tier, at the
+rates of a card's links, and that update parameters in backward. They are made as a session makes them (`session/parking`,
+`plan/updates.py`).
 
 A plan uses only what the user allows, as a run does. For a card that no such plan fits, the other techniques are tried, and the
 answer says what they would bring.
@@ -8,28 +9,32 @@ answer says what they would bring.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
+from lightning_memopt.batching.fit import StepFit
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import ConfigError, InfeasibleError, MemOptError
 from lightning_memopt.fitting.cards import Card
 from lightning_memopt.fitting.recording import Recorded
-from lightning_memopt.fitting.sources import Source
-from lightning_memopt.graph import EarlyUpdate, Graph
-from lightning_memopt.plan import Machine, Plan, simulate
+from lightning_memopt.fitting.sizes import at_sizes
+from lightning_memopt.fitting.sources import SIZES, Source
+from lightning_memopt.fitting.tiling import InTiles, recorded_in_tiles
+from lightning_memopt.graph import EarlyUpdate, Graph, unmodified_levels
+from lightning_memopt.plan import Machine, Plan, TiledHead, simulate
 from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.session.parking.joint_frontier import JointFrontier
 from lightning_memopt.session.parking.offloading import Offloading
+from lightning_memopt.session.tiling import why_not
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.frontier import Candidate, Frontier
 from lightning_memopt.units import ceil_div, format_nbytes
 
-RECOMPUTE, OFFLOAD, EARLY = "recompute", "offload", "early updates"
+RECOMPUTE, TILES, OFFLOAD, EARLY = "recompute", "loss head in tiles", "offload", "early updates"
 SEARCH_SECONDS, LIMIT_SECONDS = 10.0, 60.0
 """Time limits of the search for faster plans, and of all searches, with what the user allows. A plan for the smallest card is
 looked for to the end.
@@ -39,15 +44,22 @@ _OTHER_SECONDS, _LEAST_SECONDS = 3.0, 1.0
 only about how long a step takes."""
 _STARTS = 8
 """Maximum number of plans that recompute from which such a search starts."""
+_AS_IT_IS = "This step can only be asked about as it is."
+Heads = tuple[TiledHead, ...]
 
 
 def config_of(
-    offload: str = "none", optimizer_in_backward: str = "never", solver_seconds: float = SEARCH_SECONDS
+    offload: str = "none",
+    optimizer_in_backward: str = "never",
+    tile: str = "off",
+    *,
+    solver_seconds: float = SEARCH_SECONDS,
 ) -> MemOptConfig:
     """What a plan may use, by the options of a run. Raises ConfigError for values that no run takes."""
     return MemOptConfig(
         offload=offload,
         optimizer_in_backward=optimizer_in_backward,  # type: ignore[arg-type]
+        tile=tile,
         solver_seconds=solver_seconds,
     )
 
@@ -67,6 +79,8 @@ def check(config: MemOptConfig, device: str, cards: Sequence[Card], ranks: Seque
             )
         if config.optimizer_in_backward != "never":
             raise ConfigError("early updates are asked about on one card only. Leave ranks or optimizer_in_backward out")
+        if config.tile != "off":
+            raise ConfigError("loss heads in tiles are asked about on one card only. Leave ranks or tile out")
 
 
 class _OfCard(Offloading):
@@ -102,7 +116,7 @@ class Found:
     @property
     def techniques(self) -> tuple[str, ...]:
         plan = self.plan
-        used = {RECOMPUTE: plan.predicted.rebuilt_ops, OFFLOAD: plan.parks, EARLY: plan.updates}
+        used = {RECOMPUTE: plan.predicted.rebuilt_ops, TILES: plan.tiles, OFFLOAD: plan.parks, EARLY: plan.updates}
         return tuple(name for name, uses in used.items() if uses)
 
     @property
@@ -115,19 +129,21 @@ class Found:
 class Other:
     """What more techniques would bring on a card that no plan fits.
 
-    offload, optimizer_in_backward: the options of a run that allow them.
+    offload, optimizer_in_backward, tile: the options of a run that allow them.
     missing_nbytes: bytes by which the smallest plan would be too large; 0 if one would fit.
     slowdown: predicted seconds of a step by the plan that fits, as a multiple of the unmodified one's; None if none does.
     """
 
     offload: str
     optimizer_in_backward: str
+    tile: str
     missing_nbytes: int
     slowdown: float | None
 
     @property
     def text(self) -> str:
-        given = {"offload": (self.offload, "none"), "optimizer_in_backward": (self.optimizer_in_backward, "never")}
+        given = {"tile": (self.tile, "off"), "offload": (self.offload, "none")}
+        given["optimizer_in_backward"] = self.optimizer_in_backward, "never"
         options = " and ".join(f"{name}={value!r}" for name, (value, default) in given.items() if value != default)
         if self.slowdown is None:
             return f"with {options}, {format_nbytes(self.missing_nbytes)} would be missing"
@@ -140,6 +156,7 @@ class Techniques:
     config: what plans may use.
     smallest_nbytes: what the smallest of the plans that were made with that needs.
     as_usual: why no plan updates parameters in backward although the user allows it; "" if some may.
+    whole: why no plan runs the loss head in tiles although the user allows it; "" if some may.
     """
 
     def __init__(
@@ -155,7 +172,7 @@ class Techniques:
         unmodified step does not fit.
         """
         self.config = config
-        self.as_usual = ""
+        self.as_usual = self.whole = ""
         self.smallest_nbytes = frontier.smallest_nbytes
         self._frontier = frontier
         self._source = source
@@ -163,7 +180,9 @@ class Techniques:
         self._first = cards[0]
         self._budgets = budgets or [card.usable_nbytes for card in cards[:1]]
         self._joined: dict[tuple[int, MemOptConfig], JointFrontier] = {}
-        self._updating: dict[float, Frontier | str] = {}
+        self._updating: dict[tuple[float, Heads], Frontier | str] = {}
+        self._early_steps: dict[Heads, Recorded | str] = {}
+        self._tiled: dict[float, list[Frontier]] = {}
 
     @property
     def always(self) -> bool:
@@ -200,7 +219,7 @@ class Techniques:
             if as_usual or not frontiers:
                 continue
             needed = min(frontier.smallest_nbytes for frontier in frontiers)
-            options = config.offload, config.optimizer_in_backward
+            options = config.offload, config.optimizer_in_backward, config.tile
             if needed <= usable:
                 seconds = self._best(card, frontiers).seconds
                 return (Other(*options, 0, 1 + seconds / card.timed(self._graph).step_seconds),)
@@ -210,43 +229,58 @@ class Techniques:
         return () if best is None else (best,)
 
     def _more(self) -> Iterator[MemOptConfig]:
-        """What the user did not allow: each technique alone, then both. Nothing for a model that is sharded."""
+        """What the user did not allow: each technique alone, the fastest one first, then several. Nothing for a model that is
+        sharded.
+        """
         if self._graph.windowed:
             return
-        allowed = self.config.offload, self.config.optimizer_in_backward
+        allowed = self.config.offload, self.config.optimizer_in_backward, self.config.tile
         tier = kind_of(self._source.device).slow_tier
         can_update = allowed[1] == "never" and self._source.early is not None
-        for update in dict.fromkeys((allowed[1], "auto" if can_update else allowed[1])):
-            for offload in dict.fromkeys((allowed[0], tier if allowed[0] == "none" else allowed[0])):
-                if (offload, update) != allowed:
-                    yield config_of(offload, update, _OTHER_SECONDS)
+        updates = dict.fromkeys((allowed[1], "auto" if can_update else allowed[1]))
+        offloads = dict.fromkeys((allowed[0], tier if allowed[0] == "none" else allowed[0]))
+        tiles = dict.fromkeys((allowed[2], "exact" if self._steps_in_tiles else allowed[2]))
+        more = [(offload, update, tile) for update in updates for offload in offloads for tile in tiles]
+        for options in sorted(more, key=lambda each: sum(a != b for a, b in zip(each, allowed, strict=True))):
+            if options != allowed:
+                yield config_of(*options, solver_seconds=_OTHER_SECONDS)
 
     def _least_updating(self, card: Card, config: MemOptConfig) -> int:
         """About the fewest bytes that plans need if early updates do as much as they can: in the step without gradients."""
-        plans = [c.lives for c in self._frontier.candidates[:: ceil_div(len(self._frontier.candidates), _STARTS)]]
+        plans = [(base, c.lives) for base in self._bases(config) for c in _some(base.candidates)]
         if config.offload != "none":
             frontiers, _ = self._allowed(card, replace(config, optimizer_in_backward="never"))
-            plans = [frontier.least for frontier in frontiers if isinstance(frontier, JointFrontier)]
-        without = _without_gradients(self._graph)
-        return min((planner.of_one(without, ("", lives), Machine()).smallest_nbytes for lives in plans), default=0)
+            plans = [(each, each.least) for each in frontiers if isinstance(each, JointFrontier)]
+        without = {base.tiles: _without_gradients(base.graph) for base, _ in plans}
+        needed = (planner.of_one(without[base.tiles], ("", lives), Machine()).smallest_nbytes for base, lives in plans)
+        return min(needed, default=0)
+
+    def _bases(self, config: MemOptConfig) -> list[Frontier]:
+        """The plans that recompute, of the step as it is and in tiles, as far as these options allow it. Of what the user did
+        not allow, the step as it is was tried without tiles before.
+        """
+        plain = [] if config.tile != self.config.tile else [self._frontier]
+        return plain + (self._in_tiles(config.solver_seconds) if config.tile != "off" else [])
 
     def _allowed(self, card: Card, config: MemOptConfig) -> tuple[list[Frontier], str]:
         """The plans that do more than recompute, as far as these options allow it; and why they update no parameters in
         backward although they may.
         """
-        base = self._frontier
         frontiers: list[Frontier] = []
         as_usual = ""
-        if config.optimizer_in_backward != "never":
-            updating = self._updating.get(SEARCH_SECONDS) or self._early(config.solver_seconds)
-            if isinstance(updating, str):
-                as_usual = updating
-            else:
-                base = updating
-                frontiers.append(self._on(card, base))
         tier = _tier(self._source.device, config)
-        if tier and card.rates is not None and tier in card.rates.links:
-            frontiers.append(self._joint(card, base, config, card.rates))
+        for base in self._bases(config):
+            if base.tiles and config.optimizer_in_backward != "always":
+                frontiers.append(self._on(card, base))
+            if config.optimizer_in_backward != "never":
+                updating = self._early(config.solver_seconds, base.tiles)
+                if isinstance(updating, str):
+                    as_usual = updating
+                else:
+                    base = updating
+                    frontiers.append(self._on(card, base))
+            if tier and card.rates is not None and tier in card.rates.links:
+                frontiers.append(self._joint(card, base, config, card.rates))
         return frontiers, as_usual
 
     def _best(self, card: Card, frontiers: Sequence[Frontier]) -> Found:
@@ -268,6 +302,8 @@ class Techniques:
     def _found(self, card: Card, frontier: Frontier, plan: Plan, fits: bool) -> Found:
         timed = card.timed(frontier.graph)
         seconds = simulate(timed, plan.lives, rates=card.rates).predicted.seconds
+        if plan.tiles:
+            seconds += self._step_of(plan.tiles).seconds(card) - card.timed(self._graph).step_seconds
         return Found(plan, fits, seconds + len(plan.updates) * _update_seconds(card, self._graph, frontier.graph))
 
     def _on(self, card: Card, frontier: Frontier) -> Frontier:
@@ -301,29 +337,82 @@ class Techniques:
         key = id(base), config
         if key not in self._joined:
             if config is not self.config:
-                base = replace(base, candidates=base.candidates[:: ceil_div(len(base.candidates), _STARTS)])
+                base = replace(base, candidates=_some(base.candidates))
             self._joined[key] = JointFrontier.of(base, offloading, overhead=lambda _: 0.0)
         found = self._on(card, self._joined[key])
         assert isinstance(found, JointFrontier)
         return replace(found, offloading=offloading)
 
-    def _early(self, search_seconds: float) -> Frontier | str:
-        """The frontier of the step in which parameters are updated in backward; or why none can be."""
-        known = self._updating.get(search_seconds)
+    @cached_property
+    def _steps_in_tiles(self) -> list[InTiles]:
+        """The step with its loss head in tiles, in each way in which it can be; if in none, `whole` says why."""
+        is_asked, why = self.config.tile != "off", why_not() or _AS_IT_IS
+        if self._source.tiled is not None and not why_not():
+            try:
+                return recorded_in_tiles(self._graph, self._recorded_in_tiles)
+            except MemOptError as error:
+                why = str(error)
+        self.whole = why if is_asked else why_not()
+        return []
+
+    def _recorded_in_tiles(self, tiles: InTiles, *sizes: int) -> Graph:
+        assert self._source.tiled is not None
+        return self._source.tiled(*(sizes or self._sizes), tiles=tiles).graph
+
+    def _step_of(self, tiles: Heads) -> InTiles:
+        """The step with these tiles."""
+        return next(step for step in self._steps_in_tiles if (step.head,) == tiles)
+
+    def tiled_at_sizes(self, size: str, here: int, plain_at: Callable[[int], Graph]) -> StepFit | None:
+        """The step in the tiles that need the fewest bytes, at any size; None if it is not allowed, or not known.
+        `size`: the one that changes, which is `here`. `plain_at`: the step as it is.
+        """
+        steps = self._steps_in_tiles if self.config.tile != "off" else []
+        if not steps:
+            return None
+        least = min(steps, key=lambda step: max(unmodified_levels(step.graph)))
+        sizes = dict(zip(SIZES, self._sizes, strict=True))
+
+        def tiled_at(n: int) -> Graph:
+            tiles = InTiles(plain_at(n), least.whole)
+            return self._recorded_in_tiles(tiles, *(sizes | {size: n}).values())
+
+        fitted = at_sizes(here, tiled_at, least.graph)
+        return None if isinstance(fitted, str) else fitted
+
+    def _in_tiles(self, search_seconds: float) -> list[Frontier]:
+        """The frontiers of these steps."""
+        known = self._tiled.get(SEARCH_SECONDS) or self._tiled.get(search_seconds)
         if known is None:
-            known = self._updating[search_seconds] = self._solved_early(search_seconds)
+            known = self._tiled[search_seconds] = [
+                replace(self._solved(step.graph, Machine(), search_seconds), tiles=(step.head,))
+                for step in self._steps_in_tiles
+            ]
         return known
 
-    def _solved_early(self, search_seconds: float) -> Frontier | str:
-        recorded = self._recorded_early
+    def _early(self, search_seconds: float, tiles: Heads) -> Frontier | str:
+        """The frontier of the step in which parameters are updated in backward; or why none can be."""
+        known = self._updating.get((SEARCH_SECONDS, tiles)) or self._updating.get((search_seconds, tiles))
+        if known is None:
+            known = self._solved_early(search_seconds, tiles)
+            self._updating[search_seconds, tiles] = known if isinstance(known, str) else replace(known, tiles=tiles)
+        return self._updating.get((SEARCH_SECONDS, tiles)) or self._updating[search_seconds, tiles]
+
+    def _solved_early(self, search_seconds: float, tiles: Heads) -> Frontier | str:
+        if tiles not in self._early_steps:
+            self._early_steps[tiles] = self._recorded_early(tiles)
+        recorded = self._early_steps[tiles]
         if isinstance(recorded, str):
             return recorded
         graph = _in_blocks(recorded.graph)
         if not graph.updates:
             return recorded.as_usual or "No gradient is final before the update."
         seconds = 0.0 if self.always else _update_seconds(self._first, self._graph, graph)
-        timed, machine = self._first.timed(graph), Machine(update_seconds=seconds)
-        budgets = self._budgets
+        return self._solved(graph, Machine(update_seconds=seconds), search_seconds)
+
+    def _solved(self, graph: Graph, machine: Machine, search_seconds: float) -> Frontier:
+        """The plans for another way to run the step."""
+        timed, budgets = self._first.timed(graph), self._budgets
         if search_seconds == _OTHER_SECONDS:  # for cards that nothing fits so far
             budgets = [nbytes for nbytes in budgets if nbytes < self._frontier.smallest_nbytes] or budgets[:1]
             least = planner.smallest(timed, machine)
@@ -338,15 +427,25 @@ class Techniques:
             keep_nbytes=budgets[0],
         )
 
-    @cached_property
-    def _recorded_early(self) -> Recorded | str:
+    def _recorded_early(self, tiles: Heads) -> Recorded | str:
         source = self._source
         if source.early is None:
-            return "This step can only be asked about as it is."
+            return _AS_IT_IS
         try:
-            return source.early(source.batch or 1, source.length or 1)
+            if tiles and source.tiled is not None:
+                return source.tiled(*self._sizes, tiles=InTiles(self._graph, self._step_of(tiles).whole), early=True)
+            return source.early(*self._sizes)
         except MemOptError as error:
             return str(error)
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return self._source.batch or 1, self._source.length or 1
+
+
+def _some(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """A few of the plans, from small to large."""
+    return tuple(candidates[:: ceil_div(len(candidates), _STARTS)])
 
 
 def _tier(device: str, config: MemOptConfig) -> str:

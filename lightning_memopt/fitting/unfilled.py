@@ -83,6 +83,7 @@ class Unfilled(TorchDispatchMode):
         self.ran: Counter[str] = Counter()
         self.ops = 0
         self.look: Callable[[int], None] | None = None
+        self._told: Callable[..., None] | None = None
         self._unfilled: dict[int, int] = {}  # address of a storage -> a weak reference, which keeps the address from another
         self._on_device: dict[int, int] = {}  # the same
         self._asked: dict[Hashable, Any] = {}  # op and layouts of its arguments -> what its kernel for `meta` makes
@@ -111,6 +112,17 @@ class Unfilled(TorchDispatchMode):
         with no_dispatch_modes():
             alive = (storage_of_weak(weak) for weak in self._on_device.values())
             return counted.live_nbytes - sum(storage.nbytes() for storage in alive if storage is not None)
+
+    @contextlib.contextmanager
+    def beneath(self, told: Callable[..., None]) -> Iterator[None]:
+        """Within, a mode above this one runs ops of its own: on `meta`, they stay there; of the others, `told` is told (the op,
+        its arguments, and what it made).
+        """
+        before, self._told = self._told, told
+        try:
+            yield
+        finally:
+            self._told = before
 
     def is_unfilled(self, t: torch.Tensor) -> bool:
         if t.layout is torch.strided:
@@ -144,7 +156,11 @@ class Unfilled(TorchDispatchMode):
             if func.is_view or torch.Tag.inplace_view in func.tags or func._schema.name in _VIEWS:
                 return func(*args, **kwargs)
             inputs = list(_tensors((args, kwargs)))
+            if self._told is not None and (kwargs.get("device") == _META or any(t.is_meta for t in inputs)):
+                return func(*args, **kwargs)
             made = self._made(func, args, kwargs, inputs)
+            if self._told is not None:
+                self._told(func, args, kwargs, made)
             if self._on_device and any(storage_id(t) in self._on_device for t in inputs):
                 self.moves(made)
             return made

@@ -44,7 +44,7 @@ def asked(observe: Observe, within: Within, name: str, config: MemOptConfig, dev
         return None
     nbytes = budget_on(device, config)
     loops: Any = importlib.import_module("lightning_memopt.fitting.loops")  # by its name: it knows all fronts, and they not it
-    answer: Answer = loops.of_loop(name, observe, within, device.type, nbytes, config.offload)
+    answer: Answer = loops.of_loop(name, observe, within, device.type, nbytes, config.offload, config.tile)
     return answer
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.graph import BEFORE, Graph, Op
-from lightning_memopt.plan import Plan, early, lower, regions_text
+from lightning_memopt.plan import Plan, early, lower, regions_text, tiles_text
 from lightning_memopt.plan.peak import layer_of
 from lightning_memopt.report.blocks import WIDTH, blocks, by_block
 from lightning_memopt.report.fates import Fate, fates, operator, runs_again
@@ -43,6 +43,8 @@ def head(plan: Plan) -> str:
 def explain(plan: Plan, graph: Graph) -> str:
     """The plan in two lines, and a table with one row for each block of the model."""
     lines = [head(plan), *([f"Updated in backward: {updates_text(plan, graph)}."] if graph.updates else [])]
+    if plan.tiles:
+        lines.append(f"In tiles: {tiles_text(plan.tiles)}.")
     if plan.addresses is not None:
         a = plan.addresses
         lines.append(

@@ -36,6 +36,8 @@ _VECTOR, _STEP = 16, 64
 """Numbers of rows and columns of a tile are multiples of the first, or of the second where tiles are not equally large: kernels
 work on blocks of so many.
 """
+NO_HEAD = "no product of matrices was found from which a loss takes the logarithm of a softmax"
+NO_LOSS = "no loss reads the logits in a way that can run on tiles"
 _NEVER: Cost = (2, 0.0)
 """What the step as it is costs where it does not fit into the device's memory."""
 
@@ -76,10 +78,12 @@ class LossHead:
         """It shows which module makes the logits. needed: the step is too large. `cannot`: says why a head must stay whole, or
         "".
         """
-        self.head = _head(graph, model, self.proof if self.proved else None)
+        op = head_of(graph)
+        logits = self.proof.logits if self.proved and self.proof is not None else None
+        self.head = None if op is None else tiled_head(graph, op, model, logits)
         self.plain = None if self.proved else graph
         if self.head is None:
-            why = "no product of matrices was found from which a loss takes the logarithm of a softmax"
+            why = NO_HEAD
         else:
             why = cannot(self.head)
         return Known("look", why, needed)
@@ -93,7 +97,7 @@ class LossHead:
         why = ""
         if again is None and not ways:
             wrong = self.proof.wrong
-            why = other_bits(wrong) if wrong else "no loss reads the logits in a way that can run on tiles"
+            why = other_bits(wrong) if wrong else NO_LOSS
         return Known("prove", why, True, again is not None, len(ways))
 
     def ran(self, graph: Graph, cost: Callable[[Graph], Cost]) -> Known:
@@ -172,23 +176,18 @@ class LossHead:
         return solved._replace(frontier=frontier, plan=replace(solved.plan, tiles=tiles, unmodified_peak_nbytes=plain_nbytes))
 
 
-def _head(graph: Graph, model: nn.Module, proof: Proof | None) -> TiledHead | None:
-    """The head of a step; None if there is none. `proof`: of the step, in which logits had no bytes."""
-    op = head_of(graph)
-    if op is None:
-        return None
+def tiled_head(graph: Graph, op: Op, model: nn.Module, logits: tuple[Sequence[int], int] | None = None) -> TiledHead | None:
+    """The head whose product an op of a step is, with all rows and columns; None if no module of the model is. `logits`: their
+    sizes and bytes, where the graph does not have them.
+    """
     path = op.scope.partition("#")[0]
-    size, nbytes = _logits(graph, op) if proof is None else proof.logits
+    product = graph.tensors[op.outputs[0]]
+    size, nbytes = logits or (product.size, product.nbytes)
     if len(size) < 2 or path not in dict(model.named_modules()):
         return None
     classes = size[-1]
     rows = prod(size[:-1])
     return TiledHead(module=path, classes=classes, tokens=rows, rows=rows, columns=classes, unmade_nbytes=nbytes)
-
-
-def _logits(graph: Graph, op: Op) -> tuple[Sequence[int], int]:
-    product = graph.tensors[op.outputs[0]]
-    return product.size, product.nbytes
 
 
 def other_bits(op: str) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -59,6 +59,26 @@ Say = Callable[[str], None]
 Solve = Callable[[Graph], Solved]
 _OTHER = LossHead(phase="whole")
 """What is known of the steps of all signatures after the first ones."""
+_assuming: list[Callable[[Tiling, nn.Module], None]] = []
+
+
+@contextlib.contextmanager
+def assuming(begin: Callable[[Tiling, nn.Module], None]) -> Iterator[None]:
+    """Within, sessions that are made run in tiles without a proof, because none of the bytes of their steps is computed.
+    `begin` says in which ones (`Tiling.assume`), for the model of the session.
+    """
+    _assuming.append(begin)
+    try:
+        yield
+    finally:
+        _assuming.remove(begin)
+
+
+def why_not() -> str:
+    """Why no head can run in tiles in this process; "" if one can."""
+    if loaded() is None:
+        return "the native engine is not there"
+    return "" if loaded().can_be_hollow() else "they need a newer torch"
 
 
 class Tiling(Part):
@@ -85,7 +105,14 @@ class Tiling(Part):
         self._flags: object = None  # the numeric settings under which tiles of the user's plan were compared
         self._given: bool | None = None  # whether the tiles of the user's plan have given the bits of whole ops
         self._compares: TiledHead | None = None  # the head of the user's plan, in the step that finds that out
+        self._assumed: tuple[TiledHead, Callable[[bool], TileMode]] | None = None
         self.mode: TileMode | None = None
+        if _assuming:
+            _assuming[-1](self, model)
+
+    def assume(self, head: TiledHead, mode: Callable[[bool], TileMode]) -> None:
+        """Each step runs in tiles without a proof (`assuming`). `mode`: makes that of a step (`TileMode`), given `notes`."""
+        self._assumed = head, mode
 
     # -- moments of a step -------------------------------------------------------------------------
 
@@ -116,10 +143,14 @@ class Tiling(Part):
             elif now.phase == "tiled":
                 head = now.ways[min(len(now.observed), len(now.ways) - 1)]
                 work = sizes_of(head)
-        if head is None or work is None or self._why_not():
+        if self._assumed is not None:
+            head, mode = self._assumed
+        elif head is None or work is None or why_not():
             return
+        else:
+            mode = partial(TileMode, head.classes, work)
         module = self._model.get_submodule(head.module)
-        self._enter(TileMode(head.classes, work, notes=any(p.requires_grad for p in self._weights(head))))
+        self._enter(mode(any(p.requires_grad for p in self._weights(head))))
         self._step.enter_context(around_innermost(module, self._head_begins, self._head_ends))
         if not head.module:
             self._head_begins(module)  # its call has begun already
@@ -127,7 +158,7 @@ class Tiling(Part):
     def _looks(self) -> None:
         """A first step begins. If it comes to logits that do not fit, it proves tiles."""
         classes = max((p.size(0) for p in self._model.parameters() if p.dim() == 2), default=0)
-        if self._left_nbytes() is None or not classes or self._why_not():
+        if self._left_nbytes() is None or not classes or why_not():
             return
 
         def begins(product: Recipe) -> Proof | None:
@@ -240,7 +271,7 @@ class Tiling(Part):
         """Bytes by which other ways to run the step lower its peak, surely or at most. `by_regions`: those of compiled regions.
         Before a step has run in tiles, any budget may be kept.
         """
-        may = self._wanted and self._now.phase in ("look", "prove") and not self._why_not() and not surely
+        may = self._wanted and self._now.phase in ("look", "prove") and not why_not() and not surely
         return _UNKNOWN_NBYTES if may else by_regions(surely)
 
     def observes_again(self, state: Observing, graph: Graph, limit_nbytes: int | None, machine: Machine) -> bool:
@@ -273,8 +304,8 @@ class Tiling(Part):
 
     def _cannot(self, head: TiledHead) -> str:
         """Why this head must stay whole; "" if it need not."""
-        if self._why_not() or not self._weights_leave(head):
-            return self._why_not()
+        if why_not() or not self._weights_leave(head):
+            return why_not()
         return "its weights are freed between forward and backward (fully_shard with reshard_after_forward=True)"
 
     def _proof(self, rows: int, columns: int) -> Proof:
@@ -284,11 +315,6 @@ class Tiling(Part):
     def _left_nbytes(self) -> int | None:
         """Bytes that are left on the device of the model; None where that is not known."""
         return backend_of(device_of(self._model)).left_nbytes()
-
-    def _why_not(self) -> str:
-        if loaded() is None:
-            return "the native engine is not there"
-        return "" if loaded().can_be_hollow() else "they need a newer torch"
 
     def _weights(self, head: TiledHead) -> list[nn.Parameter]:
         module = self._model.get_submodule(head.module)

@@ -19,7 +19,9 @@ from lightning_memopt.fitting.loops import of_loop
 from lightning_memopt.graph import Graph
 from lightning_memopt.integrations.asking import refuse_elsewhere
 from lightning_memopt.plan import read_plan
+from tests.cpu.lib.engines import needs_native
 from tests.cpu.lib.harness import same_bits
+from tests.cpu.tiles.language_model import LanguageModel, batches
 
 
 def asked(model: nn.Module, device: str, nbytes: int | None) -> Any:
@@ -52,6 +54,29 @@ def test_a_model_of_any_size_is_as_before(width: int, device: str, tmp_path: Pat
         assert "outside the step" not in answer.purposes, "the host's"
     answer.save_plan(str(tmp_path / "plan.json"))
     assert read_plan(tmp_path / "plan.json")[1].device == device
+
+
+@needs_native
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_loss_head_in_tiles(device: str) -> None:
+    model, (ids, labels) = LanguageModel(), batches(1)[0]
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def observe(config: MemOptConfig) -> tuple[Graph | None, str]:
+        with optimize(model, optimizer, config=config) as run:
+            for _ in range(2):
+                model(ids, labels)[1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return run.session.observed_graph, ""
+
+    def within(most: int) -> Any:
+        return untouched(model, optimizer, most_nbytes=most)
+
+    without, answer = (of_loop("net", observe, within, device, 1000, tile=tile) for tile in ("off", "exact"))
+    assert all(same_bits(a, b) for a, b in zip(before, model.parameters(), strict=True)) and not optimizer.state
+    assert answer.smallest_nbytes < without.smallest_nbytes and [head.module for head in answer.cards[0].tiles] == ["head"]
 
 
 def test_the_smallest_budget() -> None:

@@ -210,7 +210,7 @@ def on_rank(rank: int, patch: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def one_cannot() -> dict[str, Any]:
-    with on_rank(1, mock.patch.object(Tiling, "_why_not", lambda _: "the native engine is not there")):
+    with on_rank(1, mock.patch("lightning_memopt.session.tiling.why_not", lambda: "the native engine is not there")):
         return exact()
 
 

@@ -17,6 +17,7 @@ from lightning_memopt.native.counting import install
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import TiledHead, plan_from_json, plan_to_json, tiles_text
 from lightning_memopt.plan.logits import head_of
+from lightning_memopt.report.explain import explain
 from lightning_memopt.runtime.tiles import HELD, Proof, Sizes, TileMode, proof
 from lightning_memopt.runtime.tiles.exits import Product
 from lightning_memopt.runtime.tiles.kinds import LogSoftmax
@@ -229,6 +230,7 @@ def test_a_plan_in_a_file_runs_in_tiles_after_it_has_been_proven_here(tmp_path):
     tiles = compare(_saving(path)).status.plan.tiles
     again = compare(test_loops.inside, plan=path)
     assert again.status.plan.tiles == tiles
+    assert f"\nIn tiles: {tiles_text(tiles)}.\n" in explain(*plan_from_json(json.loads((tmp_path / "plan.json").read_text())))
 
 
 def test_tiles_of_a_file_that_have_other_bits_here_leave_the_head_whole(tmp_path, monkeypatch):
