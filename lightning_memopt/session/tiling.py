@@ -127,7 +127,7 @@ class Tiling(Part):
         self._leave()
         head = self._now.head
         work: Sizes | Proof | None = None
-        if isinstance(state, Observing) and self._now.phase == "look":
+        if isinstance(state, Observing) and self._now.phase == "look" and self._assumed is None:
             self._looks()
         if isinstance(state, Running):
             head = state.plan.tiles[0] if state.plan.tiles else None
