@@ -140,6 +140,7 @@ class Proof:
             self._products.add(key)
 
         def compared(rows: int | None) -> Any:
+            rows = None if rows is None else min(rows, exit.reads.rows)
             result = exit.part(rows) if rows is not None else exit.whole(self._made(exit.all_reads, None))
             self._last = None
             self._try(key, self.columns if exit.columns else self.rows, partial(exit.gives, result, rows), rows)
@@ -150,6 +151,10 @@ class Proof:
             return result
         at = self._first[key]
         return exit.run(self.rows[at], notes=True) if at < len(self.rows) else exit.whole(self._made(exit.all_reads, None))
+
+    def ends(self) -> None:
+        """The step is over: let go of what it made."""
+        self._last = None
 
     def assembled(self, recipe: Recipe, reader: str) -> torch.Tensor:
         """The result of a recipe, for an op that reads it whole."""

@@ -367,6 +367,18 @@ def test_a_first_step_whose_logits_do_not_fit_proves_tiles_on_what_fits(monkeypa
         assert max(peaks) < peaks[-1] + _LOGITS // 4
 
 
+def test_an_op_on_some_rows_is_compared_on_as_many_as_fit_and_it_has(monkeypatch):
+    """The loss reads fewer rows than the logits have. After a step, a proof holds nothing."""
+    proofs = []
+    results = Proof.results
+    monkeypatch.setattr(Proof, "results", lambda proof, tokens: proofs.append(proof) or results(proof, tokens))
+    for nbytes in (3.9 * _LOGITS, 0.6 * _LOGITS):
+        monkeypatch.setattr(Tiling, "_left_nbytes", lambda self, nbytes=nbytes: int(nbytes))
+        assert compare(test_loops.shifted).tiled
+    assert proofs
+    assert not any(proof._last for proof in proofs)
+
+
 def test_a_proof_takes_fewer_rows_where_memory_is_in_pieces(monkeypatch):
     """The allocator refuses what should fit."""
     x, w, target = _head()
