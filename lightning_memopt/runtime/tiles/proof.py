@@ -202,7 +202,7 @@ class Proof:
         there = None if self._last is None else self._last[0]
         nbytes = sum(r.like.nbytes for r in {s.recipe for s in takes} if r is not there)
         left_nbytes -= _MAKING * self.rows[0] * like.like.nbytes // like.rows
-        if nbytes <= left_nbytes:
+        if nbytes <= max(0, left_nbytes):  # also where nothing has to be made: all is there
             return None
         return min(max(self._whole_tiles(left_nbytes * like.rows // (times * nbytes)), 2 * self.rows[0]), like.rows)
 
