@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from lightning_memopt.graph import Graph, Op
+from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Machine, TiledHead, tiles_text
 from lightning_memopt.plan.logits import head_of
 from lightning_memopt.record import numeric_flags
@@ -88,6 +88,9 @@ class LossHead:
         """It has compared tiles, or should have."""
         if not self.proved or self.proof is None or self.head is None:
             return Known("prove, but no head ran")
+        size, nbytes = self.proof.logits
+        if nbytes:  # tiles are for as many tokens as were compared
+            self.head = replace(self.head, tokens=size[0], rows=size[0], unmade_nbytes=nbytes)
         again = self.proof.again()
         ways = self.proof.results(self.head.tokens) if again is None else []
         why = ""
@@ -117,9 +120,9 @@ class LossHead:
                 tell(known.why)
             if not self.proved:
                 return self.phase == "prove"
-            if alone and self.phase == "prove":
+            if alone and self.phase == "prove" and self._has_compared_head():
                 self._prove_on(self.proven(), tell)
-            else:  # ranks prove together
+            else:  # ranks prove together; or another product was taken for that of the head
                 self.proof, self.proved = None, False
             return True  # a graph of a step that proves is not that of a usual step
         if self.phase == "prove":
@@ -134,6 +137,11 @@ class LossHead:
             self.best = known.best
             tell("" if self.best else "plans without tiles are no worse")
         return False
+
+    def _has_compared_head(self) -> bool:
+        if self.proof is None or self.head is None:
+            return False
+        return self.proof.logits[0] == (self.head.tokens, self.head.classes)
 
     def _prove_on(self, known: Known, tell: Callable[[str], None]) -> None:
         if known.why:
@@ -173,22 +181,18 @@ class LossHead:
 
 
 def _head(graph: Graph, model: nn.Module, proof: Proof | None) -> TiledHead | None:
-    """The head of a step; None if there is none. `proof`: of the step, in which logits had no bytes."""
+    """The head of a step; None if there is none. `proof`: of the step, in which logits may have no bytes."""
     op = head_of(graph)
     if op is None:
         return None
     path = op.scope.partition("#")[0]
-    size, nbytes = _logits(graph, op) if proof is None else proof.logits
+    product = graph.tensors[op.outputs[0]]
+    size, nbytes = (product.size, product.nbytes) if product.nbytes or proof is None else proof.logits
     if len(size) < 2 or path not in dict(model.named_modules()):
         return None
     classes = size[-1]
     rows = prod(size[:-1])
     return TiledHead(module=path, classes=classes, tokens=rows, rows=rows, columns=classes, unmade_nbytes=nbytes)
-
-
-def _logits(graph: Graph, op: Op) -> tuple[Sequence[int], int]:
-    product = graph.tensors[op.outputs[0]]
-    return product.size, product.nbytes
 
 
 def other_bits(op: str) -> str:
