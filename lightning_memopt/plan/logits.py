@@ -19,6 +19,8 @@ _LOSSES = (
     "aten::multilabel_margin_loss_forward",
 )
 """Ops of losses whose first input has a score for each class. Attention takes a softmax, not its logarithm."""
+_HOLLOW_NBYTES = 1 << 62
+"""The place of logits that have no bytes among others: they did not fit."""
 _SHARE = 2
 """What is made of logits one by one has at least one `_SHARE`-th of their values: those of the last token are left out, for
 example."""
@@ -56,7 +58,7 @@ def head_of(graph: Graph) -> Op | None:
                 maker = graph.producers.get(maker.inputs[0])
             if maker is not None and maker.heavy and _classes(graph, maker.outputs[0]) == _classes(graph, op.inputs[0]):
                 heads.append(maker)
-    return max(heads, key=lambda op: graph.tensors[op.outputs[0]].nbytes, default=None)
+    return max(heads, key=lambda op: graph.tensors[op.outputs[0]].nbytes or _HOLLOW_NBYTES, default=None)
 
 
 def _classes(graph: Graph, tensor: int) -> int:

@@ -92,6 +92,9 @@ class LossHead:
         """It has compared tiles, or should have."""
         if not self.proved or self.proof is None or self.head is None:
             return Known("prove, but no head ran")
+        size, nbytes = self.proof.logits
+        if nbytes:  # tiles are for as many tokens as were compared
+            self.head = replace(self.head, tokens=size[0], rows=size[0], unmade_nbytes=nbytes)
         again = self.proof.again()
         ways = self.proof.results(self.head.tokens) if again is None else []
         why = ""
@@ -121,9 +124,9 @@ class LossHead:
                 tell(known.why)
             if not self.proved:
                 return self.phase == "prove"
-            if alone and self.phase == "prove":
+            if alone and self.phase == "prove" and self._has_compared_head():
                 self._prove_on(self.proven(), tell)
-            else:  # ranks prove together
+            else:  # ranks prove together; or another product was taken for that of the head
                 self.proof, self.proved = None, False
             return True  # a graph of a step that proves is not that of a usual step
         if self.phase == "prove":
@@ -138,6 +141,11 @@ class LossHead:
             self.best = known.best
             tell("" if self.best else "plans without tiles are no worse")
         return False
+
+    def _has_compared_head(self) -> bool:
+        if self.proof is None or self.head is None:
+            return False
+        return self.proof.logits[0] == (self.head.tokens, self.head.classes)
 
     def _prove_on(self, known: Known, tell: Callable[[str], None]) -> None:
         if known.why:
@@ -178,11 +186,11 @@ class LossHead:
 
 def tiled_head(graph: Graph, op: Op, model: nn.Module, logits: tuple[Sequence[int], int] | None = None) -> TiledHead | None:
     """The head whose product an op of a step is, with all rows and columns; None if no module of the model is. `logits`: their
-    sizes and bytes, where the graph does not have them.
+    sizes and bytes, where the graph does not have them, because they had no bytes.
     """
     path = op.scope.partition("#")[0]
     product = graph.tensors[op.outputs[0]]
-    size, nbytes = logits or (product.size, product.nbytes)
+    size, nbytes = (product.size, product.nbytes) if product.nbytes or logits is None else logits
     if len(size) < 2 or path not in dict(model.named_modules()):
         return None
     classes = size[-1]

@@ -238,7 +238,7 @@ class Tiling(Part):
     def _turned_out(self, proof: Proof, head: TiledHead) -> None:
         """The first step of a plan that the user gave has compared its tiles."""
         wrong = proof.refutes(sizes_of(head))
-        if proof.exits or wrong:
+        if proof.logits[0] == (head.tokens, head.classes) and (proof.exits or wrong):
             self._given = not wrong
             self._flags = numeric_flags()
         self._tell(other_bits(wrong) if wrong else "")

@@ -333,8 +333,6 @@ class TileMode(Outside):
     def end(self) -> None:
         """Weights are about to change: make what somebody still holds."""
         self._make_all(HELD)
-        if isinstance(self.work, Proof):
-            self.work.ends()
         self._rows.clear()
         self._sources.clear()
 

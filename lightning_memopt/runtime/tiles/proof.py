@@ -7,6 +7,7 @@ device's memory, the op runs on as many rows as do.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -86,8 +87,10 @@ class Proof:
     """Keys of all exits."""
     _readers: set[str] = field(default_factory=set)
     """Names of ops that read whole tensors."""
-    _last: tuple[Recipe, torch.Tensor] | None = None
-    """The recipe that was compared last, with its result: the next op usually reads that."""
+    _last: tuple[weakref.ref[Recipe], torch.Tensor] | None = None
+    """The recipe that was compared last, with its result: the next op usually reads that. It is freed with the recipe, that is,
+    when nothing can read it any more.
+    """
 
     def recipe(self, recipe: Recipe, name: str, reader: str) -> Recipe | torch.Tensor:
         """An op has a recipe: compare it with tiles. Returns the recipe where tiles may make the result, else the result.
@@ -100,13 +103,17 @@ class Proof:
         takes = [*recipe.reads, recipe.all]
         rows, whole = self._where_it_fits(recipe, takes, 1, divides, lambda rows: self._compared(recipe, name, rows))
         if not self._first[name]:
-            self._last = (recipe, whole) if rows is None else None
+            self._last = (weakref.ref(recipe, self._gone), whole) if rows is None else None
             return recipe
         if self._first[name] == len(self.rows):
             self._readers.add(reader)
         self._last = None
         result: torch.Tensor = whole if rows is None else recipe.computed(self._made(recipe.reads, None))
         return Whole(recipe, result) if self.planned else result
+
+    def _gone(self, reference: weakref.ref[Recipe]) -> None:
+        if self._last is not None and self._last[0] is reference:
+            self._last = None
 
     def _compared(self, recipe: Recipe, name: str, rows: int | None) -> torch.Tensor:
         """The result of a recipe by the whole op, or its first `rows`, compared with tiles."""
@@ -152,10 +159,6 @@ class Proof:
         at = self._first[key]
         return exit.run(self.rows[at], notes=True) if at < len(self.rows) else exit.whole(self._made(exit.all_reads, None))
 
-    def ends(self) -> None:
-        """The step is over: let go of what it made."""
-        self._last = None
-
     def assembled(self, recipe: Recipe, reader: str) -> torch.Tensor:
         """The result of a recipe, for an op that reads it whole."""
         self._readers.add(reader)
@@ -165,7 +168,7 @@ class Proof:
         """The results of the recipes that an op reads, by their ids, or their first rows."""
         made: dict[int, torch.Tensor] = {}
         for recipe in (s.recipe for s in reads):
-            if self._last is not None and self._last[0] is recipe:
+            if self._last is not None and self._last[0]() is recipe:
                 made[id(recipe)] = self._last[1]
             elif id(recipe) not in made:
                 made[id(recipe)] = recipe.assembled(self.rows[0], rows)
@@ -199,7 +202,7 @@ class Proof:
         left_nbytes = self.room()
         if left_nbytes is None:
             return None
-        there = None if self._last is None else self._last[0]
+        there = None if self._last is None else self._last[0]()
         nbytes = sum(r.like.nbytes for r in {s.recipe for s in takes} if r is not there)
         left_nbytes -= _MAKING * self.rows[0] * like.like.nbytes // like.rows
         if nbytes <= max(0, left_nbytes):  # also where nothing has to be made: all is there
