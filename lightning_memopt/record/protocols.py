@@ -65,10 +65,14 @@ class Observer(Protocol):
 
 class Tiles(Protocol):
     """A loss head that runs in tiles (runtime/tiles). `took`: the last op made or read a tensor without bytes, so it cannot run
-    again by itself. `knows`: whether the tensor is one that is made in tiles, or compared with tiles: it is saved as it is.
+    again by itself. `works`: whether there is such a head in this step. `knows`: whether the tensor is one that is made in
+    tiles, or compared with tiles: it is saved as it is.
     """
 
     took: bool
+
+    @property
+    def works(self) -> bool: ...
 
     def knows(self, t: torch.Tensor) -> bool: ...
 

@@ -38,6 +38,9 @@ work on blocks of so many.
 """
 NO_HEAD = "no product of matrices was found from which a loss takes the logarithm of a softmax"
 NO_LOSS = "no loss reads the logits in a way that can run on tiles"
+NO_STEP = "its product of matrices does not run where it was seen: steps begin with other calls of the model"
+_PATIENCE = 3
+"""After so many steps that did not come to the head, it stays whole."""
 _NEVER: Cost = (2, 0.0)
 """What the step as it is costs where it does not fit into the device's memory."""
 
@@ -52,6 +55,7 @@ class LossHead:
     plain: the graph of the step as it is; None where it did not fit.
     proof: what the step that is over has compared, or the next one compares; None for the first sizes.
     proved: the step that is over has compared tiles.
+    missed: how many steps should have compared tiles, and did not come to the head.
     flags: the numeric settings under which tiles were compared, the number of threads among them.
     ways: the tiles in which it may run.
     observed: the graphs of steps that ran in these ways, as far as they have.
@@ -63,6 +67,7 @@ class LossHead:
     plain: Graph | None = None
     proof: Proof | None = None
     proved: bool = False
+    missed: int = 0
     flags: object = None
     ways: Sequence[TiledHead] = ()
     observed: list[Graph] = field(default_factory=list)
@@ -91,7 +96,8 @@ class LossHead:
     def proven(self) -> Known:
         """It has compared tiles, or should have."""
         if not self.proved or self.proof is None or self.head is None:
-            return Known("prove, but no head ran")
+            self.missed += 1
+            return Known("prove, but no head ran", NO_STEP if self.missed == _PATIENCE else "")
         size, nbytes = self.proof.logits
         if nbytes:  # tiles are for as many tokens as were compared
             self.head = replace(self.head, tokens=size[0], rows=size[0], unmade_nbytes=nbytes)

@@ -28,11 +28,14 @@ FEATURES = {
     "zero first": "gradients are forgotten between forward and backward, not after the update",
     "held": "the loop holds the outputs of a step until the next backward begins",
     "autocast": "bfloat16",
+    "head": "a loss head of many classes, which runs in tiles where the budget needs it",
 }
 _RARE = 0.15
 """The chance of each feature. A loop has two of them on average."""
 _EXCLUSIVE = (("method", "parts"), ("hooks", "accumulate"), ("hooks", "clip"))
 """Of these the second one is left out: a loop calls in one way, and after a hook no gradient is left to add to or to clip."""
+_OWN = "head"
+"""A feature with a generator of its own: without it, a seed is the loop that it was before."""
 SHARES = (0.0, 0.3, 0.5, 0.8, 1.0)
 
 
@@ -79,7 +82,8 @@ def draw_loop(seed: int) -> Loop:
     rng = random.Random(seed)
     names = [name for name in OPS if name != "routed"]  # its sizes follow the data: nobody knows what the next batch takes
     nodes = tuple(Node(rng.choice(names), near(rng), near(rng), rng.randrange(8)) for _ in range(rng.randrange(4, 15)))
-    features = [name for name in FEATURES if rng.random() < _RARE]
+    features = [name for name in FEATURES if name != _OWN and rng.random() < _RARE]
+    features += [_OWN] if random.Random(f"{_OWN} {seed}").random() < _RARE else []
     for one, other in _EXCLUSIVE:
         if one in features and other in features:
             features.remove(other)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,19 @@ from benchmarks.robustness.loops_judge import Outcome, sizes, within
 from benchmarks.robustness.loops_run import forked
 from benchmarks.robustness.scripts import Log, Script, Watch
 
+CLASSES = 2048
+"""Classes of a loss head."""
+LOSSES: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
+    F.cross_entropy,
+    lambda x, y: F.cross_entropy(x.float(), y),
+    lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1),
+    lambda x, y: F.cross_entropy(x, y, reduction="none").square().mean(),
+    lambda x, y: F.cross_entropy(x, y) + 1e-4 * x.logsumexp(-1).square().mean(),
+    lambda x, y: F.cross_entropy(x, y) + (x.detach().argmax(-1) == y).float().mean(),
+    lambda x, y: -x.log_softmax(-1).gather(-1, y[:, None]).mean(),
+    lambda x, y: F.cross_entropy(torch.tanh(x / 5) * 5, y) + x.mean(),
+)
+"""What a loop may make of the scores of a head, and the classes."""
 NAMED_NBYTES = 1 << 12
 """A refusal names no number that is by more above the plain peak: what the planner leaves free in every budget."""
 
@@ -42,12 +56,14 @@ class Part(nn.Module):
 
 
 class Network(nn.Module):
-    """The model of a loop: (rows, WIDTH) to (rows, WIDTH)."""
+    """The model of a loop: (rows, WIDTH) to (rows, WIDTH); with a head, to (rows, CLASSES)."""
 
-    def __init__(self, nodes: tuple[Node, ...]) -> None:
+    def __init__(self, nodes: tuple[Node, ...], head: bool = False) -> None:
         super().__init__()
         half = len(nodes) // 2
         self.encoder, self.decoder = Part(nodes[:half]), Part(nodes[half:])
+        if head:
+            self.decoder = nn.Sequential(self.decoder, nn.Linear(WIDTH, CLASSES, bias=False))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.decoder(self.encoder(x))
@@ -71,7 +87,8 @@ def train(loop: Loop, watch: Watch, log: Log, steps: int) -> dict[str, Any]:
     """The loop as a script of `benchmarks loops`."""
     torch.manual_seed(loop.seed)
     has = loop.features.__contains__
-    model = Network(loop.nodes)
+    model = Network(loop.nodes, has("head"))
+    loss_of = LOSSES[loop.seed % len(LOSSES)] if has("head") else F.mse_loss
     teacher = copy.deepcopy(model).eval().requires_grad_(False) if has("teacher") else None
     average = copy.deepcopy(model).requires_grad_(False) if has("average") else None
     kept: dict[str, Tensor] = {}
@@ -92,7 +109,7 @@ def train(loop: Loop, watch: Watch, log: Log, steps: int) -> dict[str, Any]:
                 if not has("held"):
                     outputs = []
                 before, outputs = outputs, _outputs(loop, model, teacher, batches)
-                loss = torch.stack([F.mse_loss(out, target) for out, target in outputs]).sum()
+                loss = torch.stack([loss_of(out, target) for out, target in outputs]).sum()
                 if has("zero first") and part == 0:
                     model.zero_grad()
                 before.clear()
@@ -133,6 +150,8 @@ def _outputs(loop: Loop, model: Network, teacher: Network | None, batches: list[
         if teacher is not None:
             with torch.no_grad():
                 target = teacher(x)
+        if "head" in loop.features:
+            target = target[:, 0].abs().long() % CLASSES
         with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in loop.features):
             out = _entered(loop, model, x)
         outputs.append((out, target))
@@ -186,7 +205,9 @@ _TOLD = ("budgets", "error", "traceback", "different", "over", "steps_over", "pe
 
 
 def _run(loop: Loop, budget: int | str | None) -> Outcome:
-    options = {"profile_steps": loop.observed}
+    options: dict[str, Any] = {"profile_steps": loop.observed}
+    if "head" in loop.features:
+        options["tile"] = "exact"
     return forked(Script("fuzzed", "", partial(train, loop), steps=loop.steps, options=options), budget)
 
 

@@ -142,9 +142,9 @@ class TileMode(Outside):
             return func(*args, **named)
         if self._known:
             self._known.purge()
-        read = [t for t in tensors_in((*args, *named.values())) if self.recipe_of(t) is not None]
         if self._sources and func._schema.is_mutable:
             self._writes(func, args, named)
+        read = [t for t in tensors_in((*args, *named.values())) if self.recipe_of(t) is not None]
         if not read:
             return self._begins(func, args, named)
         self.took = True
@@ -197,6 +197,11 @@ class TileMode(Outside):
         self._sources.update(storage_id(t) for t in recipe.tensors)
 
     # -- ops that do -------------------------------------------------------------------------------
+
+    @property
+    def works(self) -> bool:
+        """See `record.protocols.Tiles`."""
+        return self.work is not None
 
     def knows(self, t: torch.Tensor) -> bool:
         """See `record.protocols.Tiles`."""
@@ -310,7 +315,12 @@ class TileMode(Outside):
     @uncompiled
     def leaving(self, memory: Iterable[torch.Tensor], reader: str) -> None:
         """This memory is about to be freed, resized or written to by `reader`. If recipes read it, they are made first."""
-        if not self._sources.isdisjoint(storage_id(t) for t in memory if _has_storage(t)):
+        storages = {storage_id(t) for t in memory if _has_storage(t)}
+        if self._sources.isdisjoint(storages):
+            return
+        # those of recipes that are gone may be freed, and their addresses used again
+        self._sources = {storage_id(t) for recipe in list(self._recipes) for t in recipe.tensors}
+        if not self._sources.isdisjoint(storages):
             self._make_all(reader)
 
     @uncompiled

@@ -141,7 +141,8 @@ class Observation:
             engine.keep_to_bound()  # backward lets go of tensors at every op
             if engine.evictable:
                 engine.relieve()  # another model may run between the forward and its backward
-            return in_place.op(func, args) if func._name in in_place.names else func
+            tiled = recorder.tiles is not None and recorder.tiles.works  # a mode is on in later steps, too
+            return in_place.op(func, args) if func._name in in_place.names and not tiled else func
 
         recorder.runs = runs
         engine.starts.lost = self._lost

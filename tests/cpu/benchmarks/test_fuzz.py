@@ -305,6 +305,8 @@ FOUND_LOOPS = {
         share=0.5,
         observed=1,
     ),
+    # gradients of logits are added up, which torch does in place without a mode, and tiles run under one in each step
+    "the mean of logits": Loop(seed=175, nodes=(), features=("head",), steps=8, share=0.0, observed=1),
 }
 
 

@@ -22,6 +22,7 @@ from lightning_memopt.runtime.tiles import HELD, Proof, Sizes, TileMode, proof
 from lightning_memopt.runtime.tiles.exits import Product
 from lightning_memopt.runtime.tiles.kinds import LogSoftmax
 from lightning_memopt.session.tiling import Tiling
+from lightning_memopt.torch_private import storage_id
 from tests.cpu.lib.engines import needs_native
 from tests.cpu.tiles import test_loops
 from tests.cpu.tiles.language_model import CLASSES, LanguageModel, batches, compare
@@ -173,6 +174,36 @@ def test_memory_that_is_read_unseen_raises_instead_of_giving_other_numbers():
     _run(_mode(sizes), x, w, target, before_backward=read)
 
 
+def test_an_op_that_reads_logits_and_writes_to_what_they_are_made_of():
+    x, w, target = _head()
+    sizes = _proven(x, w, target, (48,), (512,)).results(_ROWS)[-1]
+    sizes = dataclasses.replace(sizes, ops=sizes.ops | {"aten::add"})
+
+    def run(mode):
+        hidden = x.detach().clone()
+
+        def write(logits):
+            hidden.data.add_(logits.detach()[:, :_WIDTH])
+
+        return (*_run(mode, hidden, w, target, before_backward=write), hidden)
+
+    assert all(map(torch.equal, run(None), run(_mode(sizes))))
+
+
+def test_memory_that_has_an_address_of_freed_memory_may_be_written_to():
+    x, w, target = _head()
+    sizes = _proven(x, w, target, (48,), (512,)).results(_ROWS)[-1]
+    mode = _mode(sizes)
+
+    def write(logits):
+        other = torch.zeros(4)
+        mode._sources.add(storage_id(other))  # as if it had the address of what freed recipes read
+        other.add_(1)
+
+    _run(mode, x, w, target, before_backward=write)
+    assert not mode.outcome.read
+
+
 def test_recipes_are_freed_with_their_tensors():
     x, w, target = _head()
     sizes = _proven(x, w, target, (48,), (512,)).results(_ROWS)[-1]
@@ -285,6 +316,13 @@ def test_a_model_without_a_loss_head_is_told_so():
             optimizer.step()
             optimizer.zero_grad()
     assert [line for line in lines if "no product of matrices was found" in line]
+
+
+def test_steps_that_do_not_come_to_the_head_are_not_observed_for_ever(monkeypatch):
+    monkeypatch.setattr(Tiling, "_enter", lambda self, mode: None)
+    ran = compare(test_loops.now_and_then)
+    assert ran.status.plan is not None
+    assert [line for line in ran.why_whole if "does not run where it was seen" in line]
 
 
 def test_the_head_of_a_step_is_found_wherever_the_loss_is():
