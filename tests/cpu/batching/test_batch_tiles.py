@@ -46,8 +46,8 @@ def test_a_size_that_fits_in_tiles_is_predicted_confirmed_and_trained_at() -> No
     assert tiled.size > 8 * whole.size
     assert not tiled.why, "the first prediction was right"
     assert tiled.confirmed_peak_nbytes is not None and tiled.predicted_peak_nbytes is not None
-    assert tiled.confirmed_peak_nbytes <= _BUDGET
-    assert abs(tiled.confirmed_peak_nbytes - tiled.predicted_peak_nbytes) < 64 << 10
+    assert 0.9 * _BUDGET < tiled.confirmed_peak_nbytes <= _BUDGET
+    assert tiled.confirmed_peak_nbytes < tiled.predicted_peak_nbytes + (64 << 10)  # what other tests left may be freed since
 
     def trained(**options: str) -> list[Tensor]:
         model, optimizer = made()

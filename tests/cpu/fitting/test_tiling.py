@@ -140,7 +140,8 @@ def test_the_steps_are_those_that_a_run_observes(name: str, monkeypatch: pytest.
     assert len(steps) == len(real) - 1
     for step, observed in zip(sorted(steps, key=lambda step: not step.whole), real[1:], strict=True):
         assert not different(step.graph, observed)
-        assert abs(max(unmodified_levels(step.graph)) - max(unmodified_levels(observed))) <= UNSEEN_NBYTES
+        beyond = [max(levels) - levels[0] for levels in map(unmodified_levels, (step.graph, observed))]
+        assert abs(beyond[0] - beyond[1]) <= UNSEEN_NBYTES  # other tests may have left something in this process
 
 
 def test_a_run_keeps_the_budget_that_the_answer_promises() -> None:

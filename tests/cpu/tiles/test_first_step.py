@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lightning_memopt.native import counter
+from lightning_memopt.native.counting import install
 from lightning_memopt.runtime.tiles import Proof
 from lightning_memopt.session.tiling import Tiling
 from tests.cpu.lib.engines import needs_native
@@ -94,3 +96,55 @@ def test_a_proof_keeps_nothing_that_no_op_can_read(monkeypatch):
     compare(scaling, profile_steps=1)
     assert proofs
     assert not any(any(each) for each in kept)
+
+
+def _peaks(of):
+    """The loop `inside`, which notes the peak of each step of its second run: the one in tiles."""
+
+    def train(model, optimizer, log, run):
+        for ids, labels in batches(9):
+            window = counter().window()
+            loss = model(ids, labels)[1]
+            loss.backward()
+            log.note(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if run() is not None:
+                of.append(window.peak_nbytes)
+            window.close()
+
+    return train
+
+
+@pytest.mark.parametrize(("left", "rows"), [(100, 0), (3, 0), (1.5, 160), (0.6, 32)])
+@pytest.mark.parametrize("frozen", (False, True))
+def test_a_first_step_whose_logits_do_not_fit_proves_tiles_on_what_fits(monkeypatch, left, rows, frozen):
+    if install() is None:
+        pytest.skip("nothing counts without a compiler")
+    proofs, peaks = [], []
+    results = Proof.results
+    monkeypatch.setattr(Proof, "results", lambda proof, tokens: proofs.append(proof) or results(proof, tokens))
+    monkeypatch.setattr(Tiling, "_left_nbytes", lambda self: int(left * _LOGITS))
+    torch.manual_seed(1)
+    model = LanguageModel()
+    model.head.weight.requires_grad_(not frozen)
+    ran = compare(_peaks(peaks), model, profile_steps=1)
+    assert ran.tiled
+    assert {proof.compared for proof in proofs} == {rows}
+    assert any(f"for {rows} of 256 rows" in line for line in ran.lines) == bool(rows)
+    fits = left > 4  # then the first step ran as it is, and the second one proved
+    assert len([line for line in ran.lines if "observing" in line]) == 3 + fits - frozen
+    if left < 1 and frozen:  # of a trained head, one way has a whole gradient
+        assert max(peaks) < peaks[-1] + _LOGITS // 4
+
+
+def test_an_op_on_some_rows_is_compared_on_as_many_as_fit_and_it_has(monkeypatch):
+    """The loss reads fewer rows than the logits have. After a step, a proof holds nothing."""
+    proofs = []
+    results = Proof.results
+    monkeypatch.setattr(Proof, "results", lambda proof, tokens: proofs.append(proof) or results(proof, tokens))
+    for nbytes in (3.9 * _LOGITS, 0.6 * _LOGITS):
+        monkeypatch.setattr(Tiling, "_left_nbytes", lambda self, nbytes=nbytes: int(nbytes))
+        assert compare(test_loops.shifted).tiled
+    assert proofs
+    assert not any(proof._last for proof in proofs)
