@@ -47,7 +47,8 @@ def test_a_size_that_fits_in_tiles_is_predicted_confirmed_and_trained_at() -> No
     assert not tiled.why, "the first prediction was right"
     assert tiled.confirmed_peak_nbytes is not None and tiled.predicted_peak_nbytes is not None
     assert 0.9 * _BUDGET < tiled.confirmed_peak_nbytes <= _BUDGET
-    assert tiled.confirmed_peak_nbytes < tiled.predicted_peak_nbytes + (64 << 10)  # what other tests left may be freed since
+    # tiles have multiples of 64 rows, which no line has; and what other tests have left may be freed since
+    assert tiled.confirmed_peak_nbytes < tiled.predicted_peak_nbytes + (256 << 10)
 
     def trained(**options: str) -> list[Tensor]:
         model, optimizer = made()
