@@ -164,8 +164,8 @@ class EitherPlans:
             return plain
         as_it_is, in_tiles = (sum(op.seconds for op in plans.fit.at(size).ops) for plans in (self.plain, self.tiled))
         seconds, nbytes = tiled
-        found = seconds + in_tiles - as_it_is, nbytes
-        return found if plain is None else min(plain, found)
+        tiled = seconds + in_tiles - as_it_is, nbytes
+        return tiled if plain is None else min(plain, tiled)
 
 
 class ParkingPlans(Plans):

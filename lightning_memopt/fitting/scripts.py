@@ -199,7 +199,8 @@ class _Loop:
     def __init__(self, mode: Unfilled, cuda: bool, early: bool, checkpoints: bool, tiles: InTiles | None) -> None:
         self._steps, self._mode = STEPS, mode  # the number of steps that are still to be recorded
         self._cuda, self._before_nbytes = cuda, mode.host_nbytes
-        self._early, self._checkpoints, self._tiles = early, checkpoints, tiles
+        self._early, self._checkpoints = early, checkpoints
+        self._tiles = tiles
         self._saw_begin = True
         self._made = weakref.WeakSet[Optimizer]()
         self._optimizers: list[Optimizer] = []

@@ -394,9 +394,10 @@ class Techniques:
         """The frontier of the step in which parameters are updated in backward; or why none can be."""
         known = self._updating.get((SEARCH_SECONDS, tiles)) or self._updating.get((search_seconds, tiles))
         if known is None:
-            known = self._solved_early(search_seconds, tiles)
-            self._updating[search_seconds, tiles] = known if isinstance(known, str) else replace(known, tiles=tiles)
-        return self._updating.get((SEARCH_SECONDS, tiles)) or self._updating[search_seconds, tiles]
+            solved = self._solved_early(search_seconds, tiles)
+            known = solved if isinstance(solved, str) else replace(solved, tiles=tiles)
+            self._updating[search_seconds, tiles] = known
+        return known
 
     def _solved_early(self, search_seconds: float, tiles: Heads) -> Frontier | str:
         if tiles not in self._early_steps:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -40,7 +40,7 @@ NO_HEAD = "no product of matrices was found from which a loss takes the logarith
 NO_LOSS = "no loss reads the logits in a way that can run on tiles"
 NO_STEP = "its product of matrices does not run where it was seen: steps begin with other calls of the model"
 _PATIENCE = 3
-"""After so many steps that did not come to the head, it stays whole."""
+"""Maximum number of steps that may miss the head: then it stays whole."""
 _NEVER: Cost = (2, 0.0)
 """What the step as it is costs where it does not fit into the device's memory."""
 
@@ -77,7 +77,9 @@ class LossHead:
 
     def compared(self, proof: Proof) -> None:
         """It has compared tiles."""
-        self.proof, self.proved, self.flags = proof, True, numeric_flags()
+        self.proof = proof
+        self.proved = True
+        self.flags = numeric_flags()
 
     def looked(self, graph: Graph, model: nn.Module, needed: bool, cannot: Callable[[TiledHead], str]) -> Known:
         """It shows which module makes the logits. needed: the step is too large. `cannot`: says why a head must stay whole, or
@@ -176,18 +178,17 @@ class LossHead:
         if not self.best and self.plain is not None:
             self.phase = "whole"
             return solve(self.plain)
-        solved = solve(self.observed[self.best - 1])
+        graph = self.observed[self.best - 1]
         tiles = self.ways = (self.ways[self.best - 1],)
         self.observed = []
         fit = 0 if self.proof is None else self.proof.compared
         on = f", for {fit:,} of {tiles[0].tokens:,} rows: more do not fit" if fit else ""
         say(f"MemOpt: {tiles_text(tiles)}. Their bits were compared with those of the whole ops on this machine{on}")
-        if self.plain is None:
-            frontier = replace(solved.frontier, tiles=tiles)
-            return solved._replace(frontier=frontier, plan=replace(solved.plan, tiles=tiles))
-        plain_nbytes = unmodified_peak(machine.usual_step(self.plain), machine)
-        frontier = replace(solved.frontier, tiles=tiles, unmodified_peak_nbytes=plain_nbytes)
-        return solved._replace(frontier=frontier, plan=replace(solved.plan, tiles=tiles, unmodified_peak_nbytes=plain_nbytes))
+        solved = solve(graph)
+        changes: dict[str, Any] = {"tiles": tiles}
+        if self.plain is not None:
+            changes["unmodified_peak_nbytes"] = unmodified_peak(machine.usual_step(self.plain), machine)
+        return solved._replace(frontier=replace(solved.frontier, **changes), plan=replace(solved.plan, **changes))
 
 
 def tiled_head(graph: Graph, op: Op, model: nn.Module, logits: tuple[Sequence[int], int] | None = None) -> TiledHead | None:

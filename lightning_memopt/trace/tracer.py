@@ -96,7 +96,8 @@ class Tracer:
         self._dies: Callable[[_Watch], None] = self._death
         self._storages: dict[int, tuple[int, ...]] = {}
         self._adopted: dict[int, int] = {}
-        self._user_held, self._flops, self._filled = UserHeld(), Flops(), Filled(device, lambda: len(self.points) - 1)
+        self._user_held, self._flops = UserHeld(), Flops()
+        self._filled = Filled(device, lambda: len(self.points) - 1)
         self._hidden, self._op, self._tensor = hiding(), maker(SeenOp), maker(SeenTensor)
         self._on_device: dict[torch.device, bool] = {}
         backend = backend_of(device)

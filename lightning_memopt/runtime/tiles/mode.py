@@ -183,14 +183,16 @@ class TileMode(Outside):
 
     def _made(self, recipe: Recipe, name: str, func: OpOverload) -> torch.Tensor:
         """The result of an op that has a recipe."""
-        if isinstance(self.work, Proof):
-            found = self.work.recipe(recipe, name, name_of(func))
-            if isinstance(found, torch.Tensor):
-                return found
-            recipe = found
-        self._rows.add(recipe.rows)
-        self._follow(recipe)
-        return hollow(recipe)
+        proven = self._proven(recipe, name, name_of(func))
+        if isinstance(proven, torch.Tensor):
+            return proven
+        self._rows.add(proven.rows)
+        self._follow(proven)
+        return hollow(proven)
+
+    def _proven(self, recipe: Recipe, name: str, reader: str) -> Recipe | torch.Tensor:
+        """See `Proof.recipe`; of tiles that were proven, the recipe."""
+        return self.work.recipe(recipe, name, reader) if isinstance(self.work, Proof) else recipe
 
     def _follow(self, recipe: Recipe) -> None:
         self._recipes.add(recipe)
@@ -242,10 +244,10 @@ class TileMode(Outside):
             if recipe is not None and not func._schema.is_mutable:
                 return self._made(recipe, name, func)
             if recipe is not None and recipe_of(args[0]) is not None:
-                found = self.work.recipe(recipe, name, reader) if isinstance(self.work, Proof) else recipe
-                if not isinstance(found, torch.Tensor):
-                    self._follow(found)
-                    set_recipe(args[0], found)
+                proven = self._proven(recipe, name, reader)
+                if not isinstance(proven, torch.Tensor):
+                    self._follow(proven)
+                    set_recipe(args[0], proven)
                     return args[0]
         self._make([r for t in read if (r := recipe_of(t)) is not None], reader)
         result = func(*args, **kwargs)

@@ -58,7 +58,6 @@ class Proof:
     rounding: whether tiles are accepted that differ by rounding.
     planned: the step runs by a plan in these tiles. What has other bits is whole, and the op is called as in the plan.
     room: gives the bytes that are left on the device; None where that is not known.
-    exits: how many exits have been compared.
     logits: the sizes of the largest logits, and their bytes.
     wrong: the last op whose smallest tiles had other bits, for the message.
     compared: the smallest number of rows on which an op was compared, if one was not compared on all; else 0.
@@ -69,7 +68,6 @@ class Proof:
     rounding: bool = False
     planned: bool = False
     room: Callable[[], int | None] = lambda: None
-    exits: int = 0
     logits: tuple[tuple[int, ...], int] = ((), 0)
     wrong: str = ""
     compared: int = 0
@@ -91,6 +89,11 @@ class Proof:
     """The recipe that was compared last, with its result: the next op usually reads that. It is freed with the recipe, that is,
     when nothing can read it any more.
     """
+
+    @property
+    def exits(self) -> int:
+        """How many exits have been compared."""
+        return len(self._exits)
 
     def recipe(self, recipe: Recipe, name: str, reader: str) -> Recipe | torch.Tensor:
         """An op has a recipe: compare it with tiles. Returns the recipe where tiles may make the result, else the result.
@@ -138,7 +141,6 @@ class Proof:
 
     def exit(self, exit: Exit) -> Any:
         """An op reads tiles: its result, which is compared with that of tiles."""
-        self.exits += 1
         key = exit.key
         self._exits.add(key)
         if exit.columns:

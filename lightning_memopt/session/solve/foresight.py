@@ -343,10 +343,13 @@ def refuse_infeasible(
     """
     headroom, machine = offloading.config.headroom, machine_of(offloading.device)
     plain_nbytes = unmodified_peak(graph, machine)
-    if plain_nbytes <= budget_nbytes - headroom or plain_nbytes - savable(False) <= budget_nbytes - headroom:
+    if plain_nbytes <= budget_nbytes - headroom:
+        return
+    savable_nbytes = savable(False)
+    if plain_nbytes - savable_nbytes <= budget_nbytes - headroom:
         return
     say("MemOpt: the step does not fit as it is; looking for a plan before anything is updated")
-    needed = _smallest_nbytes(graph, offloading, machine) + headroom - savable(False)
+    needed = _smallest_nbytes(graph, offloading, machine) + headroom - savable_nbytes
     if needed <= budget_nbytes:
         return
     strangers = later.strangers()

@@ -42,6 +42,30 @@ class LanguageModel(nn.Module):
         return logits, loss
 
 
+class Picking(LanguageModel):
+    """Scores the first `rows` tokens alone."""
+
+    rows = 256
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.head(self.hidden(ids).flatten(0, 1)[: self.rows]), None
+
+
+def picking(rows: Callable[[int], int]) -> Loop:
+    """Trains a `Picking` for nine steps, each on so many tokens."""
+
+    def train(model: Any, optimizer: Any, log: Log, run: Any) -> None:
+        for step, (ids, labels) in enumerate(batches(9)):
+            model.rows = rows(step)
+            loss = F.cross_entropy(model(ids)[0], labels.flatten()[: model.rows])
+            loss.backward()
+            log.note(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return train
+
+
 @dataclass
 class Log:
     """What a loop saw: anything that must be equal to the bit with and without tiles."""

@@ -12,7 +12,7 @@ from lightning_memopt.runtime.tiles import Proof
 from lightning_memopt.session.tiling import Tiling
 from tests.cpu.lib.engines import needs_native
 from tests.cpu.tiles import test_loops
-from tests.cpu.tiles.language_model import CLASSES, LanguageModel, batches, compare
+from tests.cpu.tiles.language_model import CLASSES, LanguageModel, Picking, batches, compare, picking
 
 pytestmark = needs_native
 _LOGITS = 256 * CLASSES * 4
@@ -51,25 +51,10 @@ def test_a_loss_whose_scores_are_there_needs_no_more_memory(monkeypatch, left):
 
 
 def test_tiles_are_for_as_many_tokens_as_were_compared(monkeypatch):
-    class Picking(LanguageModel):
-        rows = 256
-
-        def forward(self, ids, labels=None):
-            return self.head(self.hidden(ids).flatten(0, 1)[: self.rows]), None
-
-    def picking(model, optimizer, log, run):
-        for step, (ids, labels) in enumerate(batches(9)):
-            model.rows = 96 if step == 1 else 256  # the step that proves
-            loss = F.cross_entropy(model(ids)[0], labels.flatten()[: model.rows])
-            loss.backward()
-            log.note(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-
     made, results = [], Proof.results
     monkeypatch.setattr(Proof, "results", lambda proof, n: made.append((proof.logits[0][0], n)) or results(proof, n))
     torch.manual_seed(1)
-    compare(picking, Picking(), profile_steps=1)
+    compare(picking(lambda step: 96 if step == 1 else 256), Picking(), profile_steps=1)  # the second step proves
     assert made
     assert all(compared == tokens for compared, tokens in made)
 

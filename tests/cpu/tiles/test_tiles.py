@@ -23,7 +23,7 @@ from lightning_memopt.session.tiling import Tiling
 from lightning_memopt.torch_private import storage_id
 from tests.cpu.lib.engines import needs_native
 from tests.cpu.tiles import test_loops
-from tests.cpu.tiles.language_model import CLASSES, LanguageModel, batches, compare
+from tests.cpu.tiles.language_model import CLASSES, LanguageModel, Picking, batches, compare, picking
 
 pytestmark = needs_native
 _ROWS, _WIDTH = 96, 48
@@ -386,23 +386,8 @@ def test_a_model_is_left_as_it_was():
 
 
 def test_another_number_of_tokens_leaves_the_head_whole():
-    class Picking(LanguageModel):
-        rows = 256
-
-        def forward(self, ids, labels=None):
-            return self.head(self.hidden(ids).flatten(0, 1)[: self.rows]), None
-
-    def picking(model, optimizer, log, run):
-        for step, (ids, labels) in enumerate(batches(9)):
-            model.rows = 256 if step < 6 else 33  # not a part of the batch's shape
-            loss = F.cross_entropy(model(ids)[0], labels.flatten()[: model.rows])
-            loss.backward()
-            log.note(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-
     torch.manual_seed(1)
-    ran = compare(picking, Picking())
+    ran = compare(picking(lambda step: 256 if step < 6 else 33), Picking())  # not a part of the batch's shape
     assert ran.tiled
     assert [line for line in ran.why_whole if "256 tokens" in line]
 
