@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +12,7 @@ from lightning_memopt import find_max_batch_size, optimize
 from lightning_memopt.batching import BatchSizeResult
 from tests.cpu.lib.engines import needs_native
 from tests.cpu.lib.loops import QUIET
+from tests.cpu.lib.scripts import ROOT
 from tests.cpu.tiles.language_model import CLASSES, TOKENS, LanguageModel
 
 pytestmark = needs_native
@@ -42,13 +46,20 @@ def found(tile: str) -> BatchSizeResult:
 
 
 def test_a_size_that_fits_in_tiles_is_predicted_confirmed_and_trained_at() -> None:
+    """In a process of its own: what other tests have left counts for a budget, and may be freed between two steps."""
+    check = f"from {__name__} import check; check()"
+    ran = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+
+
+def check() -> None:
     whole, tiled = found("off"), found("exact")
     assert tiled.size > 8 * whole.size
     assert not tiled.why, "the first prediction was right"
     assert tiled.confirmed_peak_nbytes is not None and tiled.predicted_peak_nbytes is not None
     assert 0.9 * _BUDGET < tiled.confirmed_peak_nbytes <= _BUDGET
-    # tiles have multiples of 64 rows, which no line has; and what other tests have left may be freed since
-    assert tiled.confirmed_peak_nbytes < tiled.predicted_peak_nbytes + (256 << 10)
+    # tiles have multiples of 64 rows, which no line through two sizes has
+    assert abs(tiled.confirmed_peak_nbytes - tiled.predicted_peak_nbytes) < 256 << 10
 
     def trained(**options: str) -> list[Tensor]:
         model, optimizer = made()
