@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import prod
 
-from lightning_memopt.graph import BEFORE, Graph, Op
+from lightning_memopt.graph import BEFORE, Graph, Levels, Op
 
 _SOFTMAX = "aten::_log_softmax"
 _LOSSES = (
@@ -24,6 +24,8 @@ _HOLLOW_NBYTES = 1 << 62
 _SHARE = 2
 """What is made of logits one by one has at least one `_SHARE`-th of their values: those of the last token are left out, for
 example."""
+_PRODUCTS = ("aten::mm", "aten::addmm")
+"""Products of matrices whose results can be made in tiles."""
 
 
 def logits(graph: Graph) -> frozenset[int]:
@@ -56,9 +58,18 @@ def head_of(graph: Graph) -> Op | None:
             maker = graph.producers.get(op.inputs[0])
             while maker is not None and not maker.heavy and maker.inputs:
                 maker = graph.producers.get(maker.inputs[0])
-            if maker is not None and maker.heavy and _classes(graph, maker.outputs[0]) == _classes(graph, op.inputs[0]):
+            if maker is not None and maker.name in _PRODUCTS and _classes(graph, maker.outputs[0]) == _classes(graph, op.inputs[0]):
                 heads.append(maker)
     return max(heads, key=lambda op: graph.tensors[op.outputs[0]].nbytes or _HOLLOW_NBYTES, default=None)
+
+
+def logits_at_once(graph: Graph) -> int:
+    """Maximum number of bytes of logits that are there at once in the unmodified step."""
+    levels = Levels(len(graph.points))
+    for id in logits(graph):
+        t = graph.tensors[id]
+        levels.add(t.born_at, max(t.freed_at, graph.saved_until(id)), t.nbytes)
+    return max(levels.levels(), default=0)
 
 
 def _classes(graph: Graph, tensor: int) -> int:

@@ -20,6 +20,7 @@ from lightning_memopt.device.backends import backend_of
 from lightning_memopt.graph import Graph
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import Machine, TiledHead
+from lightning_memopt.plan.logits import head_of, logits, logits_at_once
 from lightning_memopt.record import (
     Seams,
     around_innermost,
@@ -52,6 +53,10 @@ from lightning_memopt.units import format_nbytes
 _REMEMBERED = 16
 """Maximum number of signatures whose steps may run in tiles: each has a graph."""
 _UNKNOWN_NBYTES = 1 << 62
+_SHARE = 1 / 16
+"""Least share of logits in the peak of a step for which steps are observed to find tiles."""
+_LEAST_NBYTES = 1 << 20
+"""Least bytes of logits for which they are: there, tiles of them fill a core's cache."""
 _LOSS_NBYTES = 16
 """Bytes that a loss takes for each score, as it is: in float32 the score, its log-probability, and a gradient of each."""
 AnyRecording = TypeVar("AnyRecording", bound=Recording)
@@ -267,12 +272,17 @@ class Tiling(Part):
 
     # -- what observed steps show ------------------------------------------------------------------
 
-    def savable_nbytes(self, by_regions: Callable[[bool], int], surely: bool) -> int:
+    def savable_nbytes(self, by_regions: Callable[[bool], int], graph: Graph, surely: bool) -> int:
         """Bytes by which other ways to run the step lower its peak, surely or at most. `by_regions`: those of compiled regions.
-        Before a step has run in tiles, any budget may be kept.
+        Before a step has run in tiles, that is at most the bytes of all logits; unknown in a step that proves them, because
+        its peak is not that of a step in tiles.
         """
         may = self._wanted and self._now.phase in ("look", "prove") and not why_not() and not surely
-        return _UNKNOWN_NBYTES if may else by_regions(surely)
+        if may and self.mode is not None and isinstance(self.mode.work, Proof):
+            return _UNKNOWN_NBYTES
+        if not may or head_of(graph) is None:
+            return by_regions(surely)
+        return by_regions(surely) + sum(graph.tensors[t].nbytes for t in logits(graph))
 
     def observes_again(self, state: Observing, graph: Graph, limit_nbytes: int | None, machine: Machine) -> bool:
         """A step of this state was observed. Returns whether another one must be, before a plan is made."""
@@ -292,7 +302,9 @@ class Tiling(Part):
         if not self._wanted:
             return Known("whole", why="tile='off'")
         if now.phase == "look":
-            needed = now.proved or limit_nbytes is None or unmodified_peak(graph, machine) > limit_nbytes
+            peak_nbytes = unmodified_peak(graph, machine)
+            pays = logits_at_once(graph) >= max(_LEAST_NBYTES, _SHARE * peak_nbytes)
+            needed = now.proved or (pays and (limit_nbytes is None or peak_nbytes > limit_nbytes))
             if needed or not self._meetings.alone:
                 return now.looked(graph, self._model, needed, self._cannot)
             return Known("look")

@@ -27,7 +27,7 @@ class MemOptOptions(MemOptMixin):
         on_exceed: OnExceed = "replan",
         plan: str | os.PathLike[str] | None = None,
         pool: str | None = None,
-        tile: str = "off",
+        tile: str = "exact",
         compile: bool = False,
         verify: bool = True,
         report: str | os.PathLike[str] | None = None,

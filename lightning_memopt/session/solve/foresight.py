@@ -65,7 +65,7 @@ class Foresight:
         offloading: Offloading,
         say: Say,
         others: Sequence[torch.optim.Optimizer],
-        savable: Callable[[bool], int],
+        savable: Callable[[Graph, bool], int],
     ) -> None:
         """Before the first update of an observed step: rehearse it. Does nothing before later ones. `others`: optimizers of
         other sessions. `savable`: as for `refuse_infeasible`.
@@ -330,7 +330,7 @@ def refuse_infeasible(
     say: Say,
     known: bool,
     later: Later,
-    savable: Callable[[bool], int],
+    savable: Callable[[Graph, bool], int],
 ) -> None:
     """Before the first update: raise InfeasibleError where no plan of the steps that come keeps the budget.
 
@@ -338,23 +338,22 @@ def refuse_infeasible(
 
     known: the graph has all bytes that updates take.
     later: what other optimizers may still make. It is asked only where the budget is refused.
-    savable: `savable(surely)` gives the bytes that running in another way (compiled, in tiles) would save, at most or surely.
+    savable: `savable(graph, surely)` gives the bytes that running in another way (compiled, in tiles) would save, at most or surely.
         It is asked only where the step does not fit.
     """
     headroom, machine = offloading.config.headroom, machine_of(offloading.device)
     plain_nbytes = unmodified_peak(graph, machine)
     if plain_nbytes <= budget_nbytes - headroom:
         return
-    savable_nbytes = savable(False)
-    if plain_nbytes - savable_nbytes <= budget_nbytes - headroom:
-        return
     say("MemOpt: the step does not fit as it is; looking for a plan before anything is updated")
-    needed = _smallest_nbytes(graph, offloading, machine) + headroom - savable_nbytes
-    if needed <= budget_nbytes:
+    smallest_nbytes = _smallest_nbytes(graph, offloading, machine) + headroom
+    if smallest_nbytes - savable(graph, False) <= budget_nbytes:
         return
+    surely_nbytes = savable(graph, True)
+    needed = smallest_nbytes - surely_nbytes
     strangers = later.strangers()
     later_nbytes = later.nbytes(strangers)
-    at_worst_nbytes = _smallest_nbytes(at_worst(graph), offloading, machine) + headroom - savable(True)
+    at_worst_nbytes = _smallest_nbytes(at_worst(graph), offloading, machine) + headroom - surely_nbytes
     enough = max(needed, at_worst_nbytes) + later_nbytes + planner.UNSEEN_NBYTES
     unknown = "" if known else " What the update takes is not known before one has run, and comes on top."
     follows = (
