@@ -75,9 +75,9 @@ def add(commands: Any) -> None:
     )
     fit.add_argument(
         "--tile",
-        default="off",
+        default="exact",
         help="off, exact or rounding: whether a plan may run the loss head in tiles, so that logits are never whole, as for "
-        "a run (default: off)",
+        "a run (default: exact)",
     )
     fit.add_argument("-o", "--output", metavar="PLAN", help="write the plan for the card, which a run takes by plan=PLAN")
     fit.add_argument("--json", action="store_true", help="print the answer as JSON")

@@ -218,7 +218,7 @@ class Fit:
         lines += [f"{card.card}: {other.text}." for card in self.cards for other in card.others]
         tiles = dict.fromkeys(card.tiles for card in self.cards if card.tiles)
         lines += [f"In tiles: {tiles_text(heads)}." for heads in tiles]
-        if tiles or any(other.tile != "off" for card in self.cards for other in card.others):
+        if tiles or any(other.tile for card in self.cards for other in card.others):
             lines.append(_BITS)
         if self.whole:
             lines.append(f"No loss head runs in tiles: {self.whole.rstrip('.')}.")
@@ -247,7 +247,7 @@ def fit(
     *,
     offload: str = "none",
     optimizer_in_backward: str = "never",
-    tile: str = "off",
+    tile: str = "exact",
     **options: Any,
 ) -> Fit:
     """Whether a training step fits on cards, without a card, memory, or weights.

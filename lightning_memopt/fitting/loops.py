@@ -22,7 +22,7 @@ _HOST_NBYTES = 1 << 62
 
 
 def of_loop(
-    name: str, observe: Observe, within: Within, device: str, nbytes: int | None, offload: str = "none", tile: str = "off"
+    name: str, observe: Observe, within: Within, device: str, nbytes: int | None, offload: str = "none", tile: str = "exact"
 ) -> Fit:
     """The answer for steps on a device of this type. `nbytes`: of the budget; None: as many as the smallest plan needs.
     `offload`, `tile`: the options of the run.

@@ -26,6 +26,7 @@ from lightning_memopt.fitting.sources import SIZES, Source
 from lightning_memopt.fitting.tiling import InTiles, recorded_in_tiles
 from lightning_memopt.graph import EarlyUpdate, Graph, unmodified_levels
 from lightning_memopt.plan import Machine, Plan, TiledHead, simulate
+from lightning_memopt.plan.logits import are_worth_tiles
 from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.session.parking.joint_frontier import JointFrontier
 from lightning_memopt.session.parking.offloading import Offloading
@@ -51,7 +52,7 @@ Heads = tuple[TiledHead, ...]
 def config_of(
     offload: str = "none",
     optimizer_in_backward: str = "never",
-    tile: str = "off",
+    tile: str = "exact",
     *,
     solver_seconds: float = SEARCH_SECONDS,
 ) -> MemOptConfig:
@@ -79,8 +80,6 @@ def check(config: MemOptConfig, device: str, cards: Sequence[Card], ranks: Seque
             )
         if config.optimizer_in_backward != "never":
             raise ConfigError("early updates are asked about on one card only. Leave ranks or optimizer_in_backward out")
-        if config.tile != "off":
-            raise ConfigError("loss heads in tiles are asked about on one card only. Leave ranks or tile out")
 
 
 class _OfCard(Offloading):
@@ -129,7 +128,8 @@ class Found:
 class Other:
     """What more techniques would bring on a card that no plan fits.
 
-    offload, optimizer_in_backward, tile: the options of a run that allow them.
+    offload, optimizer_in_backward: the options of a run that allow them.
+    tile: this option, where it must be another one than was asked about; "" where it need not.
     missing_nbytes: bytes by which the smallest plan would be too large; 0 if one would fit.
     slowdown: predicted seconds of a step by the plan that fits, as a multiple of the unmodified one's; None if none does.
     """
@@ -142,7 +142,7 @@ class Other:
 
     @property
     def text(self) -> str:
-        given = {"tile": (self.tile, "off"), "offload": (self.offload, "none")}
+        given = {"tile": (self.tile, ""), "offload": (self.offload, "none")}
         given["optimizer_in_backward"] = self.optimizer_in_backward, "never"
         options = " and ".join(f"{name}={value!r}" for name, (value, default) in given.items() if value != default)
         if self.slowdown is None:
@@ -219,7 +219,7 @@ class Techniques:
             if as_usual or not frontiers:
                 continue
             needed = min(frontier.smallest_nbytes for frontier in frontiers)
-            options = config.offload, config.optimizer_in_backward, config.tile
+            options = config.offload, config.optimizer_in_backward, config.tile if config.tile != self.config.tile else ""
             if needed <= usable:
                 seconds = self._best(card, frontiers).seconds
                 return (Other(*options, 0, 1 + seconds / card.timed(self._graph).step_seconds),)
@@ -346,6 +346,8 @@ class Techniques:
     @cached_property
     def _steps_in_tiles(self) -> list[InTiles]:
         """The step with its loss head in tiles, in each way in which it can be; if in none, `whole` says why."""
+        if not are_worth_tiles(self._graph, max(unmodified_levels(self._graph))):
+            return []
         is_asked, why = self.config.tile != "off", why_not() or _AS_IT_IS
         if self._source.tiled is not None and not why_not():
             try:

@@ -24,6 +24,10 @@ _HOLLOW_NBYTES = 1 << 62
 _SHARE = 2
 """What is made of logits one by one has at least one `_SHARE`-th of their values: those of the last token are left out, for
 example."""
+_PEAK_SHARE = 1 / 16
+"""Least share of logits in the peak of a step for which tiles of them are looked for."""
+_LEAST_NBYTES = 1 << 20
+"""Least bytes of logits for which they are: fewer fit into the cache of a core."""
 _PRODUCTS = ("aten::mm", "aten::addmm")
 """Products of matrices whose results can be made in tiles."""
 
@@ -58,18 +62,24 @@ def head_of(graph: Graph) -> Op | None:
             maker = graph.producers.get(op.inputs[0])
             while maker is not None and not maker.heavy and maker.inputs:
                 maker = graph.producers.get(maker.inputs[0])
-            if maker is not None and maker.name in _PRODUCTS and _classes(graph, maker.outputs[0]) == _classes(graph, op.inputs[0]):
+            if (
+                maker is not None
+                and maker.name in _PRODUCTS
+                and _classes(graph, maker.outputs[0]) == _classes(graph, op.inputs[0])
+            ):
                 heads.append(maker)
     return max(heads, key=lambda op: graph.tensors[op.outputs[0]].nbytes or _HOLLOW_NBYTES, default=None)
 
 
-def logits_at_once(graph: Graph) -> int:
-    """Maximum number of bytes of logits that are there at once in the unmodified step."""
+def are_worth_tiles(graph: Graph, peak_nbytes: int) -> bool:
+    """Whether the logits of a step are so many bytes at once that it pays to look for tiles. `peak_nbytes`: the peak of the
+    unmodified step.
+    """
     levels = Levels(len(graph.points))
     for id in logits(graph):
         t = graph.tensors[id]
         levels.add(t.born_at, max(t.freed_at, graph.saved_until(id)), t.nbytes)
-    return max(levels.levels(), default=0)
+    return max(levels.levels(), default=0) >= max(_LEAST_NBYTES, _PEAK_SHARE * peak_nbytes)
 
 
 def _classes(graph: Graph, tensor: int) -> int:

@@ -31,6 +31,11 @@ def budget_on(device: torch.device, config: MemOptConfig) -> int | None:
     return free
 
 
+def limit_of(budget_nbytes: int | None, config: MemOptConfig) -> int | None:
+    """The bytes that plans may take: the budget without the headroom; None for "min"."""
+    return None if budget_nbytes is None else budget_nbytes - config.headroom
+
+
 def bytes_on(device: torch.device, config: MemOptConfig) -> int:
     """`budget_on` for callers that choose a batch size by it. Raises ConfigError for "min"."""
     nbytes = budget_on(device, config)

@@ -31,7 +31,7 @@ from lightning_memopt.ranks import rebuild_buckets
 from lightning_memopt.runtime import Engine, PlannedEngine
 from lightning_memopt.runtime.early_updates import Reason, count_versions
 from lightning_memopt.session.attachment import Attachment
-from lightning_memopt.session.budget import Neighbours, budget_on, device_of
+from lightning_memopt.session.budget import Neighbours, budget_on, device_of, limit_of
 from lightning_memopt.session.cache.plan_cache import PlanCache
 from lightning_memopt.session.early_updates import EarlyUpdating, wanted
 from lightning_memopt.session.ends import Ends
@@ -86,6 +86,7 @@ class Session:
         self._agreement = self._parts.add(Agreement(model, config, self.enabled))
         self.say = self._agreement.first_rank_says(say)
         self.budget_nbytes = budget_on(self.device, config) if self.enabled else None
+        self._limit_nbytes = limit_of(self.budget_nbytes, config)
         self.rounds, self._sequence, self._ends, self._step = Rounds(), Sequence(), Ends(model, self.optimizers), Step()
         self._plan_cache, self.history = PlanCache(config), History(config.report is not None)
         self._current: State | None = None
@@ -177,7 +178,8 @@ class Session:
         self._metering.span_begins(optimizer, observation)
         if own:
             self._look_ahead(observation)
-        self._observed_step.update_begins()
+        if observation is not None:
+            observation.update_begins()
 
     def closure_ran(self) -> None:
         """The forward and backward inside of a step are over. Raises as `update_begins` does."""
@@ -358,7 +360,7 @@ class Session:
         self._metering.begin(self.model, self.optimizers, batch, self.device, isinstance(state, Running) and state.measures)
         recording = self._run(state) if isinstance(state, Running) else None
         self._ends.planned(None if recording is None else recording.engine)
-        return self._tiling.recorded(recording)
+        return self._tiling.recorded(recording) if self._tiling.mode is not None else recording
 
     def _has_changed(self) -> None:
         """Drop all plans if the model has moved to another device, or DistributedDataParallel has new buckets of gradients."""
@@ -368,6 +370,7 @@ class Session:
         if (device := self._parameters.device or device_of(self.model)) == self.device:
             return
         self.device, self.budget_nbytes = device, budget_on(device, self.config)
+        self._limit_nbytes = limit_of(self.budget_nbytes, self.config)
         self._parts.drop(self._neighbours)
         self._neighbours = self._parts.add(Neighbours(device, self.budget_nbytes))
         self._parts.drop(self._offloading)
@@ -459,10 +462,6 @@ class Session:
             if engine.is_whole:
                 self._current.compare(engine, self.config.plan)
 
-    @property
-    def _limit_nbytes(self) -> int | None:
-        return None if self.budget_nbytes is None else self.budget_nbytes - self.config.headroom
-
     def _end_observed(self, state: Observing | Waiting) -> None:
         if (graph := self._observed_step.finish()) is None:
             return
@@ -490,7 +489,7 @@ class Session:
         def solve(step: Graph) -> Solved:
             return regions.in_plans(self._agreement.plan_for(step, limit, self._offloading, self.say, machine, self._foreseen))
 
-        self._become(state, cache.take_graph(state, graph, self.say, partial(self._tiling.solved, solve, machine)))
+        self._become(state, cache.take_graph(state, graph, self.say, partial(self._tiling.solved, solve, machine, limit)))
 
     def _become(self, old: State, new: State) -> None:
         if new is not old:

@@ -17,10 +17,11 @@ from torch import nn
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.device.backends import backend_of
+from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import Machine, TiledHead
-from lightning_memopt.plan.logits import head_of, logits, logits_at_once
+from lightning_memopt.plan.logits import are_worth_tiles, head_of, logits
 from lightning_memopt.record import (
     Seams,
     around_innermost,
@@ -44,7 +45,7 @@ from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.ranks.agreement import Agreement
 from lightning_memopt.session.ranks.shared_heads import Cost, Known
 from lightning_memopt.session.solve.foresight import unmodified_peak
-from lightning_memopt.session.solve.solving import Solved
+from lightning_memopt.session.solve.solving import Solved, budget_for
 from lightning_memopt.solvers import planner
 from lightning_memopt.torch_private import keeps_weights, sharded_parameters
 from lightning_memopt.trace import backward_runs
@@ -53,10 +54,6 @@ from lightning_memopt.units import format_nbytes
 _REMEMBERED = 16
 """Maximum number of signatures whose steps may run in tiles: each has a graph."""
 _UNKNOWN_NBYTES = 1 << 62
-_SHARE = 1 / 16
-"""Least share of logits in the peak of a step for which steps are observed to find tiles."""
-_LEAST_NBYTES = 1 << 20
-"""Least bytes of logits for which they are: there, tiles of them fill a core's cache."""
 _LOSS_NBYTES = 16
 """Bytes that a loss takes for each score, as it is: in float32 the score, its log-probability, and a gradient of each."""
 AnyRecording = TypeVar("AnyRecording", bound=Recording)
@@ -111,6 +108,7 @@ class Tiling(Part):
         self._given: bool | None = None  # whether the tiles of the user's plan have given the bits of whole ops
         self._compares: TiledHead | None = None  # the head of the user's plan, in the step that finds that out
         self._assumed: tuple[TiledHead, Callable[[bool], TileMode]] | None = None
+        self._deferred = False  # the budget was not refused before the first update, because of tiles
         self.mode: TileMode | None = None
         if _assuming:
             _assuming[-1](self, model)
@@ -125,11 +123,12 @@ class Tiling(Part):
         self._now = self._known.get(signature, _OTHER)
         if self._now is _OTHER and len(self._known) < _REMEMBERED:
             self._now = self._known[signature] = LossHead()
-        elif self._now is _OTHER:
+        elif self._now is _OTHER and any(head.phase == "tiled" for head in self._known.values()):
             self._tell(f"there are batches of more than {_REMEMBERED} shapes; those of others are whole")
 
     def step_begins(self, state: object, limit_nbytes: int | None) -> None:
-        self._leave()
+        if self.mode is not None:
+            self._leave()
         head = self._now.head
         work: Sizes | Proof | None = None
         if isinstance(state, Observing) and self._now.phase == "look" and self._assumed is None:
@@ -280,8 +279,9 @@ class Tiling(Part):
         may = self._wanted and self._now.phase in ("look", "prove") and not why_not() and not surely
         if may and self.mode is not None and isinstance(self.mode.work, Proof):
             return _UNKNOWN_NBYTES
-        if not may or head_of(graph) is None:
+        if not may or head_of(graph) is None or not are_worth_tiles(graph, unmodified_peak(graph)):
             return by_regions(surely)
+        self._deferred = True
         return by_regions(surely) + sum(graph.tensors[t].nbytes for t in logits(graph))
 
     def observes_again(self, state: Observing, graph: Graph, limit_nbytes: int | None, machine: Machine) -> bool:
@@ -303,8 +303,8 @@ class Tiling(Part):
             return Known("whole", why="tile='off'")
         if now.phase == "look":
             peak_nbytes = unmodified_peak(graph, machine)
-            pays = logits_at_once(graph) >= max(_LEAST_NBYTES, _SHARE * peak_nbytes)
-            needed = now.proved or (pays and (limit_nbytes is None or peak_nbytes > limit_nbytes))
+            too_large = limit_nbytes is None or peak_nbytes > limit_nbytes
+            needed = now.proved or (too_large and are_worth_tiles(graph, peak_nbytes))
             if needed or not self._meetings.alone:
                 return now.looked(graph, self._model, needed, self._cannot)
             return Known("look")
@@ -359,11 +359,21 @@ class Tiling(Part):
 
     # -- the plan ----------------------------------------------------------------------------------
 
-    def solved(self, solve: Solve, machine: Machine, graph: Graph) -> Solved:
+    def solved(self, solve: Solve, machine: Machine, limit_nbytes: int | None, graph: Graph) -> Solved:
         """Solve for the step of this graph. Where it ran in tiles, its plan does, unless a plan of the step as it is keeps the
-        budget in less time.
+        budget in less time. Raises InfeasibleError where no plan keeps it, if only tiles could have (`savable_nbytes`).
         """
-        return self._now.solved(solve, machine, graph, self._say)
+        solved = self._now.solved(solve, machine, graph, self._say)
+        deferred, self._deferred = self._deferred, False
+        if deferred and solved.above is not None:
+            needed_nbytes = solved.plan.budget_nbytes
+            raise InfeasibleError(
+                f"No plan of this step fits {limit_nbytes} bytes, and none fits with its loss head in tiles. Set "
+                f"{budget_for(needed_nbytes, self._config)}, or make the batch smaller. A few steps were trained to find out.",
+                smallest_nbytes=needed_nbytes + self._config.headroom,
+                budget_nbytes=limit_nbytes,
+            )
+        return solved
 
     def _cost(self, graph: Graph, limit_nbytes: int | None, machine: Machine) -> Cost:
         """What the best plan for the step of this graph costs."""

@@ -133,11 +133,6 @@ class ObservedStep:
         """Whether a backward of the observed forward was seen."""
         return self.now is not None and self.now.has_backward
 
-    def update_begins(self) -> None:
-        """An optimizer's update begins."""
-        if self.now is not None:
-            self.now.update_begins()
-
     def step_ended(self, say: Say) -> None:
         """A step is over, observed or not."""
         forwards = self.effort.step_ended()

@@ -338,8 +338,8 @@ def refuse_infeasible(
 
     known: the graph has all bytes that updates take.
     later: what other optimizers may still make. It is asked only where the budget is refused.
-    savable: `savable(graph, surely)` gives the bytes that running in another way (compiled, in tiles) would save, at most or surely.
-        It is asked only where the step does not fit.
+    savable: `savable(graph, surely)` gives the bytes that running in another way (compiled, in tiles) would save, at most or
+        surely. It is asked only where the step does not fit.
     """
     headroom, machine = offloading.config.headroom, machine_of(offloading.device)
     plain_nbytes = unmodified_peak(graph, machine)
@@ -347,7 +347,7 @@ def refuse_infeasible(
         return
     say("MemOpt: the step does not fit as it is; looking for a plan before anything is updated")
     smallest_nbytes = _smallest_nbytes(graph, offloading, machine) + headroom
-    if smallest_nbytes - savable(graph, False) <= budget_nbytes:
+    if smallest_nbytes <= budget_nbytes or smallest_nbytes - savable(graph, False) <= budget_nbytes:
         return
     surely_nbytes = savable(graph, True)
     needed = smallest_nbytes - surely_nbytes

@@ -233,7 +233,7 @@ def test_a_budget_that_no_plan_keeps_makes_the_batch_smaller(frees: bool) -> Non
         own = small()
         model, optimizer = front.prepare(accelerator, own, adam(own), budget=budget, profile_steps=1, verbose=False)
         try:
-            for batch in batches(3, batch_size):
+            for batch in batches(8, batch_size):
                 accelerator.backward(loss_of(model, batch))
                 optimizer.step()
                 optimizer.zero_grad()

@@ -60,11 +60,11 @@ def trained(
     after: Callable[[int], None] = lambda _: None,
     loss_of: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[list[int], Run]:
-    """The peak of every step of a loop that holds its logits and its loss until the next ones are there."""
+    """The peak of every step of a loop that holds its logits and its loss until the next ones are there. Logits are whole."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     x, y = torch.randn(ROWS, WIDTH), torch.randint(0, CLASSES, (ROWS,))
     peaks = []
-    with optimize(model, optimizer, **({"budget": budget} | QUIET)) as run:
+    with optimize(model, optimizer, **({"budget": budget, "tile": "off"} | QUIET)) as run:
         for i in range(steps):
             window.reset()
             logits = model(x)
