@@ -333,7 +333,7 @@ def test_an_arena_above_the_budget_is_refused() -> None:
     with training(True, profile_steps=1, on_exceed="warn") as (run, model, optimizer):
         for i in range(3):
             plain_step(model, optimizer, i)
-        run.session.budget_nbytes = count.live_nbytes + 10_000
+        run.session.budget_nbytes = run.session._limit_nbytes = count.live_nbytes + 10_000
         with pytest.warns(UserWarning, match="above the budget"):
             for i in range(5):
                 plain_step(model, optimizer, i)
