@@ -154,10 +154,10 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         NOTHING,
     ),
     ("session/tiling.py", "MemOpt: no loss head"): (
-        "`tile='exact'` was given, and the line says why the head stays whole.",
+        "Logits are large, the budget does not hold the step as it is, and the line says why the head stays whole.",
         "Set `tile='off'` to hear no more of it.",
     ),
-    ("session/loss_head.py", "MemOpt: …. Their bits"): ("`tile='exact'` was given, and tiles lower the peak.", NOTHING),
+    ("session/loss_head.py", "MemOpt: …. Their bits"): ("Tiles keep the budget in the least time.", NOTHING),
     ("session/tiling.py", "MemOpt: …, which are made in tiles"): (
         "The loop read logits, or held them while weights were updated. Then they are made whole, which takes their memory.",
         "Delete them before `optimizer.step()` (`del outputs`), or read them in fewer steps.",
