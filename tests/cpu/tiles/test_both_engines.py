@@ -96,7 +96,11 @@ def _trained(case: Case, departure: Departure, at_head: str, planned: bool) -> t
 def _in_python():
     """Recorders and plans run in Python; tensors without bytes are made by the native engine all the same."""
     native = engine.loaded()
-    with engine.without(), mock.patch.object(hollow, "loaded", lambda: native), mock.patch.object(tiling, "loaded", lambda: native):
+    with (
+        engine.without(),
+        mock.patch.object(hollow, "loaded", lambda: native),
+        mock.patch.object(tiling, "loaded", lambda: native),
+    ):
         yield
 
 
