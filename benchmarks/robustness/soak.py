@@ -6,8 +6,9 @@
 
 The loop changes shapes, accumulates, trains some batches under autocast, validates, writes checkpoints and goes on from them,
 raises in forward, backward, the optimizer's step, validation and while a checkpoint is written, and is interrupted there, or at
-any moment by a timer (soaking/draws.py). It runs plainly, and then with each combination of techniques, all in processes of
-their own. After each step, digests of losses, gradients, parameters, buffers, optimizer state and generator are compared.
+any moment by a timer (soaking/draws.py). With "tiles", there is a loss head, whose logits are read now and then, and at which
+steps fail, too. The loop runs plainly, and then with each combination of techniques, all in processes of their own. After each
+step, digests of losses, gradients, parameters, buffers, optimizer state and generator are compared.
 samples.py says what growth is, and how much is allowed.
 """
 
@@ -53,7 +54,7 @@ def in_process(name: str, seed: int, count: int, plain: bool, digests: Path) -> 
     return result
 
 
-def different(plain: Path, planned: Path, seed: int, early: bool) -> list[str]:
+def different(plain: Path, planned: Path, seed: int, early: bool, head: bool = False) -> list[str]:
     """The first steps that differ, in words."""
     lines = []
     pairs = zip(plain.read_text().splitlines(), planned.read_text().splitlines(), strict=True)
@@ -61,18 +62,18 @@ def different(plain: Path, planned: Path, seed: int, early: bool) -> list[str]:
         if a != b:
             names = ("outcome", *PARTS)
             parts = [part for part, x, y in zip(names, json.loads(a), json.loads(b), strict=True) if x != y]
-            lines.append(f"step {number}: {', '.join(parts)}; {draw(seed, number, early)}")
+            lines.append(f"step {number}: {', '.join(parts)}; {draw(seed, number, early, head)}")
     return lines
 
 
 def soaked(name: str, seed: int, count: int, folder: Path) -> dict[str, Any]:
     """The loop of a combination, plainly and planned, and how they compare. `folder`: keeps what the plain loop left."""
-    early = COMBINATIONS[name].early
-    plain, said, planned = folder / f"plain {early}", folder / f"plain {early}.json", folder / "planned"
+    early, head = COMBINATIONS[name].early, COMBINATIONS[name].head
+    plain, said, planned = folder / f"plain {early} {head}", folder / f"plain {early} {head}.json", folder / "planned"
     if not said.exists():
         said.write_text(json.dumps(in_process(name, seed, count, True, plain)))
     result = in_process(name, seed, count, False, planned)
-    lines = different(plain, planned, seed, early)
+    lines = different(plain, planned, seed, early, head)
     before = json.loads(said.read_text())
     kept = ("growth", "first_and_last", "outcomes", "timers_landed", "modes_left", "hooks_left")
     compared = {"different": len(lines), "first": lines[:3], "plain": {key: before[key] for key in kept}}
@@ -98,9 +99,7 @@ def _table(results: dict[str, Any]) -> str:
 
 
 def _only(args: argparse.Namespace) -> int:
-    combination = COMBINATIONS[args.only]
-    options = None if args.plain else combination.options
-    print(json.dumps(measured(args.seed, args.steps, combination.early, options, args.digests)))
+    print(json.dumps(measured(args.seed, args.steps, COMBINATIONS[args.only], args.plain, args.digests)))
     return 0
 
 

@@ -228,7 +228,8 @@ class Recorder(Outside):
                 read(values, self, reads)
         record.reads = tuple(dict.fromkeys(reads)) if len(reads) > 1 else tuple(reads)
         for t in targets if capturing else ():
-            self._overwrites(self.of_storage[storage_id(t)])
+            if self.tiles is None or not self.tiles.knows(t):  # no rebuild starts from what is made in tiles
+                self._overwrites(self.of_storage[storage_id(t)])
         if self.writes is not None:
             for t in targets:
                 self.writes(t)

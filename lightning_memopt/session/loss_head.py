@@ -55,7 +55,7 @@ class LossHead:
     plain: the graph of the step as it is; None where it did not fit.
     proof: what the step that is over has compared, or the next one compares; None for the first sizes.
     proved: the step that is over has compared tiles.
-    missed: how many steps should have compared tiles, and did not come to the head.
+    missed: how many steps in a row should have run the head in tiles, and did not come to it.
     flags: the numeric settings under which tiles were compared, the number of threads among them.
     ways: the tiles in which it may run.
     observed: the graphs of steps that ran in these ways, as far as they have.
@@ -98,8 +98,8 @@ class LossHead:
     def proven(self) -> Known:
         """It has compared tiles, or should have."""
         if not self.proved or self.proof is None or self.head is None:
-            self.missed += 1
-            return Known("prove, but no head ran", NO_STEP if self.missed == _PATIENCE else "")
+            return self.missed_head()
+        self.missed = 0
         size, nbytes = self.proof.logits
         if nbytes:  # tiles are for as many tokens as were compared
             self.head = replace(self.head, tokens=size[0], rows=size[0], unmade_nbytes=nbytes)
@@ -110,6 +110,11 @@ class LossHead:
             wrong = self.proof.wrong
             why = other_bits(wrong) if wrong else NO_LOSS
         return Known("prove", why, True, again is not None, len(ways))
+
+    def missed_head(self) -> Known:
+        """It should have run the head in tiles, and did not: it begins with another call, or with a batch of another shape."""
+        self.missed += 1
+        return Known(f"{self.phase}, but no head ran", NO_STEP if self.missed >= _PATIENCE else "")
 
     def ran(self, graph: Graph, cost: Callable[[Graph], Cost]) -> Known:
         """It ran in tiles, and had this graph. `cost`: of the best plan for a graph."""
@@ -175,9 +180,9 @@ class LossHead:
         """
         if self.phase != "tiled":
             return solve(graph)
-        if not self.best and self.plain is not None:
+        if not self.best and (self.plain is not None or not self.observed):
             self.phase = "whole"
-            return solve(self.plain)
+            return solve(self.plain or graph)
         graph = self.observed[self.best - 1]
         tiles = self.ways = (self.ways[self.best - 1],)
         self.observed = []

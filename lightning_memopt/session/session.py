@@ -355,12 +355,12 @@ class Session:
                 tell_state(state, self._limit_nbytes)
         self._step.began = True
         if isinstance(state, Observing | Waiting):
-            return self._tiling.recorded(self._observe(state, batch))
+            return self._tiling.recorded(state, self._observe(state, batch))
         self.silence.heard()
         self._metering.begin(self.model, self.optimizers, batch, self.device, isinstance(state, Running) and state.measures)
         recording = self._run(state) if isinstance(state, Running) else None
         self._ends.planned(None if recording is None else recording.engine)
-        return self._tiling.recorded(recording) if self._tiling.mode is not None else recording
+        return self._tiling.recorded(state, recording)
 
     def _has_changed(self) -> None:
         """Drop all plans if the model has moved to another device, or DistributedDataParallel has new buckets of gradients."""
@@ -387,8 +387,6 @@ class Session:
             self._metering.begins_later()
         with self._agreement.first_forward():
             signature = self._sequence.begins(call, no_backward)
-            for tell in self._parts.forward_begins:
-                tell(signature)
             if signature not in self._plan_cache:
                 self._prepare(signature, batch)
             state = self._plan_cache.enter(signature, 1 if self._plan_cache or self._foreseen else self.config.profile_steps)
@@ -397,6 +395,8 @@ class Session:
                 self._end_observed(before)  # the step goes on with another signature
             else:
                 self._observed_step.overtaken()
+        for tell in self._parts.forward_begins:  # not before the step of the previous signature is settled
+            tell(signature)
         self._current = state
         return state
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -30,10 +31,12 @@ from lightning_memopt.record import (
     numeric_flags,
     told_of_compiled,
     uncompiled,
+    undo,
     watching,
     watching_sizes,
 )
 from lightning_memopt.record.gathered import Event, around_units, is_there, units_of, weights_of
+from lightning_memopt.record.undoing import Calls
 from lightning_memopt.runtime.tiles import HELD, Proof, Sizes, TileMode
 from lightning_memopt.runtime.tiles.recipes import Recipe
 from lightning_memopt.session.budget import device_of
@@ -102,10 +105,11 @@ class Tiling(Part):
             parts.add(self)
         self._known: dict[object, LossHead] = {}
         self._now = LossHead()
-        self._step = contextlib.ExitStack()
+        self._begun: LossHead | None = None  # whose forwards run in the mode
+        self._step: Calls = []
         self._said = set[str]()
         self._flags: object = None  # the numeric settings under which tiles of the user's plan were compared
-        self._given: bool | None = None  # whether the tiles of the user's plan have given the bits of whole ops
+        self._given: frozenset[str] | None = None  # ops of the user's plan whose tiles have given the bits of whole ops
         self._compares: TiledHead | None = None  # the head of the user's plan, in the step that finds that out
         self._assumed: tuple[TiledHead, Callable[[bool], TileMode]] | None = None
         self._deferred = False  # the budget was not refused before the first update, because of tiles
@@ -129,6 +133,7 @@ class Tiling(Part):
     def step_begins(self, state: object, limit_nbytes: int | None) -> None:
         if self.mode is not None:
             self._leave()
+        self._begun = self._now
         head = self._now.head
         work: Sizes | Proof | None = None
         if isinstance(state, Observing) and self._now.phase == "look" and self._assumed is None:
@@ -155,7 +160,7 @@ class Tiling(Part):
             mode = partial(TileMode, head.classes, work)
         module = self._model.get_submodule(head.module)
         self._enter(mode(any(p.requires_grad for p in self._weights(head))))
-        self._step.enter_context(around_innermost(module, self._head_begins, self._head_ends))
+        self._within(around_innermost(module, self._head_begins, self._head_ends))
         if not head.module:
             self._head_begins(module)  # its call has begun already
 
@@ -178,11 +183,17 @@ class Tiling(Part):
 
     def _enter(self, mode: TileMode) -> None:
         self.mode = mode
+        self._step += (mode.leave, mode.end)
         raw = watching(mode.exposed, mode.settings_changed, _ignored, mode.opened)
         sizes = watching_sizes(lambda t: mode.leaving([t], "resize_"), _ignored)
-        self._step.enter_context(listening_to([raw, sizes, (_reads, mode.asked), *told_of_compiled(mode.compiled)]))
+        self._within(listening_to([raw, sizes, (_reads, mode.asked), *told_of_compiled(mode.compiled)]))
         if units_of(self._model):
-            self._step.enter_context(around_units(self._of_unit))
+            self._within(around_units(self._of_unit))
+
+    def _within(self, context: contextlib.AbstractContextManager[None]) -> None:
+        """The rest of the step is within this context."""
+        context.__enter__()
+        self._step.append(partial(context.__exit__, None, None, None))
 
     def _work(self, state: Running, head: TiledHead) -> Sizes | Proof | None:
         """What a step of this plan does. If the user gave the plan, its first step compares bits."""
@@ -190,8 +201,6 @@ class Tiling(Part):
             self._tell(f"they were compared with {head.threads} threads, and now there are {torch.get_num_threads()}")
             return None
         flags = self._now.flags if self._now.flags is not None else self._flags
-        if state.is_given and self._given is False:
-            return None
         if flags is not None and flags != numeric_flags():
             self._tell("they were compared under other numeric settings")
             return None
@@ -199,7 +208,10 @@ class Tiling(Part):
             columns = (head.columns,) if head.columns else ()
             self._compares = head
             return Proof((head.rows,), columns, bool(head.rounded), planned=True, room=self._left_nbytes)
-        return sizes_of(head)
+        sizes = sizes_of(head)
+        if state.is_given and self._given is not None:
+            return replace(sizes, ops=sizes.ops & self._given) if self._given else None
+        return sizes
 
     def _head_begins(self, module: nn.Module) -> None:
         if self.mode is None or in_transform() or in_checkpoint():
@@ -213,8 +225,13 @@ class Tiling(Part):
         if self.mode is not None:
             self.mode.inside = False
 
-    def recorded(self, recording: AnyRecording | None) -> AnyRecording | None:
-        """A forward is recorded: its recorder is told which ops cannot run again by themselves. Returns the recording."""
+    def recorded(self, state: object, recording: AnyRecording | None) -> AnyRecording | None:
+        """A forward of this state is recorded: its recorder is told which ops cannot run again by themselves. Returns the
+        recording.
+        """
+        if self._wanted and self._begun is not self._now and (self.mode is None or self.mode.is_done):
+            self.step_ended(isinstance(state, Running))  # batches of several shapes in a step
+            self.step_begins(state, None)
         if recording is not None:
             recording.recorder.tiles = self.mode
             if self.mode is not None:
@@ -234,8 +251,8 @@ class Tiling(Part):
             self._tell(f"they were compared for {mode.work.tokens:,} tokens, and some steps have others")
         if isinstance(mode.work, Proof) and given is not None:
             self._turned_out(mode.work, given)
-        elif isinstance(mode.work, Proof):
-            self._now.compared(mode.work)
+        elif isinstance(mode.work, Proof) and self._begun is not None:
+            self._begun.compared(mode.work)
         elif planned:
             self._was_read(mode)
 
@@ -243,7 +260,7 @@ class Tiling(Part):
         """The first step of a plan that the user gave has compared its tiles."""
         wrong = proof.refutes(sizes_of(head))
         if proof.logits[0] == (head.tokens, head.classes) and (proof.exits or wrong):
-            self._given = not wrong
+            self._given = frozenset() if wrong else proof.tiled
             self._flags = numeric_flags()
         self._tell(other_bits(wrong) if wrong else "")
 
@@ -259,15 +276,9 @@ class Tiling(Part):
             self._leave()
 
     def _leave(self) -> None:
-        mode, self.mode = self.mode, None
+        undo(self._step)
+        self.mode = None
         self._compares = None
-        try:
-            if mode is not None:
-                mode.end()
-        finally:
-            if mode is not None:
-                mode.leave()
-            self._step.close()
 
     # -- what observed steps show ------------------------------------------------------------------
 
@@ -301,6 +312,9 @@ class Tiling(Part):
         """What the step has shown."""
         if not self._wanted:
             return Known("whole", why="tile='off'")
+        self.step_ended(planned=False)  # the step may go on, with a batch of another shape
+        if now.phase in ("prove", "tiled") and self._begun is not now:
+            return now.missed_head()
         if now.phase == "look":
             peak_nbytes = unmodified_peak(graph, machine)
             too_large = limit_nbytes is None or peak_nbytes > limit_nbytes

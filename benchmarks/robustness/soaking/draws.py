@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.robustness.samples import EVERY
 
@@ -14,6 +14,12 @@ LAYERS = 3
 RESTARTS = (60, 130)
 """Number of steps after which model, optimizer and run are made anew and go on from the checkpoint."""
 PLACES = ("forward", "forward", "backward", "backward", "gradient", "updated", "validation", "save")
+READS = ("metric", "array", "held")
+"""How a loop with a loss head reads logits: by an op, as an array, or after the update."""
+AT_HEAD = {"forward": "loss", "gradient": "scores"}
+"""Half of the faults at the first places are at the second ones, where there is a loss head: between logits and loss, and where
+the gradient of the logits comes by.
+"""
 LATE = ("before update",)
 """A place where nothing may raise in a loop with early updates: they have happened, and the optimizer's step must follow."""
 
@@ -22,7 +28,7 @@ LATE = ("before update",)
 class Fault:
     """What goes wrong in a step.
 
-    place: of PLACES or LATE; "timer": a signal after `delay` seconds, wherever the step is then, or behind its end.
+    place: of PLACES, LATE or AT_HEAD; "timer": a signal after `delay` seconds, wherever the step is then, or behind its end.
     interrupts: SIGINT is raised there, not an exception.
     micro: in which of the step's batches.
     layer: in which layer of the model.
@@ -47,6 +53,7 @@ class Step:
     validates: "", "after" the step, or "within": between two batches that accumulate.
     saves: a checkpoint is written after the step.
     resumes: "", from the "file", or from a "copy" in memory, before the step.
+    reads: how logits are read, of READS; "" where they are not.
     fault: what goes wrong; None where nothing does.
     """
 
@@ -55,11 +62,14 @@ class Step:
     validates: str = ""
     saves: bool = False
     resumes: str = ""
+    reads: str = ""
     fault: Fault | None = None
 
 
-def draw(seed: int, number: int, early: bool) -> Step:
-    """A step. `early`: parameters may be updated in backward, so what raises from there on leaves half a step behind."""
+def draw(seed: int, number: int, early: bool, head: bool = False) -> Step:
+    """A step. `early`: parameters may be updated in backward, so what raises from there on leaves half a step behind. `head`:
+    there is a loss head. Without it, a step is the same one, but for its fault at the head, and for what it reads.
+    """
     if number % EVERY == EVERY // 2:  # after this step a sample is taken
         return Step(shapes=(0,), autocast=(False,))
     rng = random.Random(f"{seed} {number}")
@@ -76,7 +86,16 @@ def draw(seed: int, number: int, early: bool) -> Step:
     if fault is not None and fault.place in ("validation", "save"):
         validates, saves = ("after", saves) if fault.place == "validation" else (validates, True)
     resumes = rng.choice(("file", "copy")) if rng.random() < 0.03 else ""
-    return Step(shapes, autocast, validates, saves, resumes, fault)
+    step = Step(shapes, autocast, validates, saves, resumes, fault=fault)
+    return _at_head(step, random.Random(f"head {seed} {number}")) if head else step
+
+
+def _at_head(step: Step, rng: random.Random) -> Step:
+    reads = rng.choice(READS) if rng.random() < 0.1 else ""
+    fault = step.fault
+    if fault is not None and fault.place in AT_HEAD and rng.random() < 0.5:
+        fault = replace(fault, place=AT_HEAD[fault.place])
+    return replace(step, reads=reads, fault=fault)
 
 
 def _fault(rng: random.Random, count: int, early: bool) -> Fault:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.lib.digests import hashed
 from benchmarks.robustness.soaking.draws import SHAPES, Fault, Step
-from benchmarks.robustness.soaking.subject import WORDS, Broken, Subject
+from benchmarks.robustness.soaking.subject import Broken, Subject
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.record.interrupts import raise_deferred
 
@@ -28,14 +28,16 @@ class Loop:
     """Steps of one model.
 
     early: parameters may be updated in backward: then nobody reads gradients.
+    head: there is a loss head, whose logits are read now and then.
     run: the run that plans the steps; None for the plain loop.
     heard: called after each forward of training.
     digests: of the step that is over, in the order of PARTS.
     outcome: how it ended: "done", or the place of its fault.
     """
 
-    def __init__(self, seed: int, early: bool, folder: Path) -> None:
+    def __init__(self, seed: int, early: bool, folder: Path, head: bool = False) -> None:
         self.seed, self.early, self.path = seed, early, folder / "checkpoint.pt"
+        self.head = head
         self.run: Run | None = None
         self.heard: Callable[[], None] = lambda: None
         self.modes_left = 0
@@ -49,7 +51,7 @@ class Loop:
         self._save(None)
 
     def _make(self) -> None:
-        self.model = Subject()
+        self.model = Subject(self.head)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE)
         self.optimizer.register_step_post_hook(lambda *_: self.model.trap.at("updated"))
 
@@ -65,7 +67,7 @@ class Loop:
         self.outcome, self._losses, self._gradients = "done", [], ""
         if step.resumes:
             self._load(torch.load(self.path) if step.resumes == "file" else self._copy)
-        trap.set(fault)
+        trap.set(fault, step.reads)
         if fault is not None and fault.place == "timer":
             self._timed(number, step, fault)
         else:
@@ -111,6 +113,7 @@ class Loop:
             trap.at("before update")
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self._losses += (read.clone() for read in trap.read)
 
     def _timed(self, number: int, step: Step, fault: Fault) -> None:
         """A signal comes at a moment that differs from run to run. Whatever it left, the loop then restores the checkpoint."""
@@ -151,7 +154,7 @@ class Loop:
 
     def _batch(self, number: int, micro: int, shape: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number * 128 + micro)
-        return torch.randint(0, WORDS, SHAPES[shape], generator=generator)
+        return torch.randint(0, self.model.embed.num_embeddings, SHAPES[shape], generator=generator)
 
     def _state(self) -> dict[str, Any]:
         """All that a checkpoint has: the tensors themselves, but for the generator's."""

@@ -40,11 +40,13 @@ class Combination:
     options: of `optimize`.
     proves: techniques that must have been on: a budget of bytes may be kept without the others.
     early: the loop lets parameters be updated in backward.
+    head: the model has a loss head.
     """
 
     options: dict[str, Any]
     proves: tuple[str, ...]
     early: bool = False
+    head: bool = False
 
 
 _PARKS: dict[str, Any] = {"offload": "disk", "compress": "lossless"}
@@ -54,6 +56,7 @@ COMBINATIONS = {
         _PARKS | {"budget": "min", "optimizer_in_backward": "always"}, (*_PROVES, "optimizer_in_backward"), early=True
     ),
     "late updates": Combination(_PARKS | {"budget": "min"}, _PROVES),
+    "tiles": Combination(_PARKS | {"budget": "min", "tile": "exact"}, (*_PROVES, "tiles"), head=True),
     "planned pool": Combination(_PARKS | {"budget": "2MiB", "pool": "planned"}, ("recompute", "pool")),
 }
 
@@ -64,6 +67,7 @@ class Techniques:
 
     forwards: kind -> how many: "planned" by the plan, "deviating" from it, or without one ("observing", "waiting", "failed").
     early: how many parameters are updated in backward.
+    tiled: how many forwards ran in tiles, as planned.
     pooled: steps that the planned pool served.
     rebuilt_ops: ops that one step of a plan in force runs again, at most.
     forms: forms in which plans in force park tensors.
@@ -72,6 +76,7 @@ class Techniques:
 
     forwards: Counter[str] = field(default_factory=Counter)
     early: int = 0
+    tiled: int = 0
     pooled: int = 0
     rebuilt_ops: int = 0
     forms: set[str] = field(default_factory=set)
@@ -85,6 +90,8 @@ class Techniques:
         deviation = state.drift.deviations[-1] if state.drift.deviations else None
         deviates = deviation is not None and bool(deviation.first or deviation.unplanned_nbytes)
         self.forwards["deviating" if deviates else "planned"] += 1
+        tiles = run.session._tiling.mode
+        self.tiled += tiles is not None and tiles.outcome.heads > 0
         self.rebuilt_ops = max(self.rebuilt_ops, state.plan.predicted.rebuilt_ops)
         self.forms |= {life.form for life in state.plan.lives if life.how == "fetch"}
 
@@ -102,6 +109,7 @@ class Techniques:
             "compress": any(map(codec_of, self.forms)),
             "pool": self.pooled > 0,
             "optimizer_in_backward": self.early > 0,
+            "tiles": self.tiled > self.forwards["planned"] / 2,
         }
         return [name for name, on in seen.items() if on]
 
@@ -110,11 +118,13 @@ class Techniques:
 
 
 class Soak:
-    """`count` steps of the loop. `options`: of `optimize`; None: the loop is plain."""
+    """`count` steps of the loop of a combination. `options`: of `optimize`; None: the loop is plain."""
 
-    def __init__(self, seed: int, count: int, early: bool, options: dict[str, Any] | None, folder: Path, digests: Path) -> None:
-        self.seed, self.count, self.early, self.options = seed, count, early, options
-        self.loop = Loop(seed, early, folder)
+    def __init__(
+        self, seed: int, count: int, combination: Combination, options: dict[str, Any] | None, folder: Path, digests: Path
+    ) -> None:
+        self.seed, self.count, self.combination, self.options = seed, count, combination, options
+        self.loop = Loop(seed, combination.early, folder, combination.head)
         self.folder, self.digests = folder, digests
         self.techniques = Techniques()
         self.samples = Samples(count // EVERY + 1, WARM)
@@ -149,7 +159,7 @@ class Soak:
 
     def _step(self, number: int, run: Run | None) -> None:
         loop = self.loop
-        loop.step(number, draw(self.seed, number, self.early))
+        loop.step(number, draw(self.seed, number, self.combination.early, self.combination.head))
         self.outcomes[loop.outcome] += 1
         with self.digests.open("a") as file:  # not kept: what the soak has grows otherwise
             file.write(json.dumps([loop.outcome, *loop.digests]) + "\n")
@@ -167,15 +177,16 @@ def _in_force(run: Run | None) -> Hashable:
     return id(run), lives, tuple(sorted(plans))
 
 
-def measured(seed: int, count: int, early: bool, options: dict[str, Any] | None, digests: Path) -> dict[str, Any]:
-    """Run the loop. `digests`: a file that gets a line for each step."""
+def measured(seed: int, count: int, combination: Combination, plain: bool, digests: Path) -> dict[str, Any]:
+    """Run the loop, with this combination or plainly. `digests`: a file that gets a line for each step."""
+    options = None if plain else combination.options
     install_counter()
     with tempfile.TemporaryDirectory() as name, fixed_rates(), ctrl_c(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if options is not None and options.get("offload") == "disk":
             options = options | {"offload": f"disk:{name}"}
         digests.unlink(missing_ok=True)
-        soak = Soak(seed, count, early, options, Path(name), digests)
+        soak = Soak(seed, count, combination, options, Path(name), digests)
         gc.collect()
         gc.freeze()  # what modules made is not walked for each sample, and not counted
         before = hooks(soak.loop.model, soak.loop.optimizer)

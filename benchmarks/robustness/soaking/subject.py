@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.robustness.leak import twice
-from benchmarks.robustness.soaking.draws import LAYERS, Fault
+from benchmarks.robustness.soaking.draws import AT_HEAD, LAYERS, Fault
 
 WORDS, WIDTH = 40, 32
+CLASSES = 1024
+"""Number of words where there is a large loss head."""
 
 
 class Broken(Exception):
@@ -25,22 +27,28 @@ class Trap:
     fault: that of this step; None where nothing goes wrong.
     micro: the number of the batch that runs.
     sprung: the fault has been raised.
+    reads: how logits are read in this step; "" where they are not.
+    read: what was read of them.
     """
 
     def __init__(self) -> None:
         self.fault: Fault | None = None
         self.micro = 0
         self.sprung = False
+        self.reads = ""
+        self.read: list[Tensor] = []
 
-    def set(self, fault: Fault | None) -> None:
+    def set(self, fault: Fault | None, reads: str = "") -> None:
         self.fault, self.micro, self.sprung = fault, 0, False
+        self.reads = reads
+        self.read = []
 
     def at(self, place: str, layer: int | None = None) -> None:
         """The step is at this place, in this layer. Raises where its fault is here."""
         fault = self.fault
         if fault is None or self.sprung or fault.place != place or layer not in (None, fault.layer):
             return
-        if place in ("forward", "backward", "gradient") and self.micro != fault.micro:
+        if place in ("forward", "backward", "gradient", *AT_HEAD.values()) and self.micro != fault.micro:
             return
         self.sprung = True
         if fault.interrupts:
@@ -89,15 +97,18 @@ class Layer(nn.Module):
 
 
 class Subject(nn.Module):
-    """The loss of a batch of words, each of which is to be told from the others in its row."""
+    """The loss of a batch of words, each of which is to be told from the others in its row. `head`: there are many words, and
+    the loss may run in tiles.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, head: bool = False) -> None:
         super().__init__()
+        words = CLASSES if head else WORDS
         self.trap = Trap()
-        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.embed = nn.Embedding(words, WIDTH)
         self.layers = nn.ModuleList(Layer(self.trap, number) for number in range(LAYERS))
         self.norm = nn.BatchNorm1d(WIDTH)
-        self.head = nn.Linear(WIDTH, WORDS)
+        self.head = nn.Linear(WIDTH, words, bias=not head)
         self.head.weight = self.embed.weight
 
     def forward(self, words: Tensor) -> Tensor:
@@ -105,4 +116,17 @@ class Subject(nn.Module):
         for layer in self.layers:
             x = layer(x + x.tanh().mean(1, keepdim=True))
         x = self.norm(x.flatten(0, 1))
-        return F.cross_entropy(self.head(x).float(), words.roll(1, 1).flatten())
+        logits = self.head(x).float()
+        if self.trap.reads and self.training:
+            self._reads(logits.detach())
+        self.trap.at("loss")
+        if logits.requires_grad and self.trap.fault is not None:
+            logits.register_hook(lambda grad: self.trap.at("scores"))
+        return F.cross_entropy(logits, words.roll(1, 1).flatten())
+
+    def _reads(self, logits: Tensor) -> None:
+        if self.trap.reads == "metric":
+            logits = logits.argmax(-1)
+        elif self.trap.reads == "array":
+            logits = torch.from_numpy(logits.numpy()[0, :5].copy())
+        self.trap.read.append(logits)

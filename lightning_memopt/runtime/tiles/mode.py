@@ -205,6 +205,11 @@ class TileMode(Outside):
         """See `record.protocols.Tiles`."""
         return self.work is not None
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left that has no bytes."""
+        return all(recipe.address is None for recipe in list(self._recipes))
+
     def knows(self, t: torch.Tensor) -> bool:
         """See `record.protocols.Tiles`."""
         return self.recipe_of(t) is not None

@@ -95,6 +95,11 @@ class Proof:
         """How many exits have been compared."""
         return len(self._exits)
 
+    @property
+    def tiled(self) -> frozenset[str]:
+        """Names of the ops, and keys of exits, whose smallest tiles have given the bits of the whole op."""
+        return frozenset(key for key, at in self._first.items() if not at)
+
     def recipe(self, recipe: Recipe, name: str, reader: str) -> Recipe | torch.Tensor:
         """An op has a recipe: compare it with tiles. Returns the recipe where tiles may make the result, else the result.
 
@@ -142,11 +147,6 @@ class Proof:
     def exit(self, exit: Exit) -> Any:
         """An op reads tiles: its result, which is compared with that of tiles."""
         key = exit.key
-        self._exits.add(key)
-        if exit.columns:
-            self._by_columns.add(key)
-        elif isinstance(exit, Product):
-            self._products.add(key)
 
         def compared(rows: int | None) -> Any:
             rows = None if rows is None else min(rows, exit.reads.rows)
@@ -156,6 +156,11 @@ class Proof:
             return result
 
         rows, result = self._where_it_fits(exit.reads.recipe, exit.all_reads, _MAKING, not exit.columns, compared)
+        self._exits.add(key)  # not before: an exit whose comparison was interrupted may never be compared
+        if exit.columns:
+            self._by_columns.add(key)
+        elif isinstance(exit, Product):
+            self._products.add(key)
         if rows is None:
             return result
         at = self._first[key]
@@ -286,12 +291,12 @@ class Proof:
 
     def _sizes(self, tokens: int, whole: set[str]) -> Sizes:
         """`whole`: keys of the exits that read whole tensors."""
-        tiled = {key for key, at in self._first.items() if not at} - whole
+        tiled = self.tiled - whole
         return Sizes(
             rows=self.rows[0],
             columns=self.columns[0] if tiled & self._by_columns else 0,
             tokens=tokens,
-            ops=frozenset(tiled),
+            ops=tiled,
             assembled=frozenset(whole | self._readers),
             rounded=frozenset(key for key in tiled if (key, 0) in self._rounded),
         )

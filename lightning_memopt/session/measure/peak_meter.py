@@ -194,7 +194,9 @@ class Metering:
 
     def span_begins(self, optimizer: torch.optim.Optimizer, observation: Observation | None = None) -> None:
         """An optimizer's step begins, or has begun. `observation`: that of the whole step."""
-        if self.profiling or (observation is not None and observation.metered):
+        meter = self._meter
+        profiles = meter is not None and meter.base_nbytes is None
+        if profiles or (observation is not None and observation.metered):
             self._spans.add(id(optimizer))
 
     def span_ends(self, optimizer: torch.optim.Optimizer) -> None:

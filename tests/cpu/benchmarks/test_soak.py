@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from benchmarks.robustness import soak
 from benchmarks.robustness.samples import EVERY, NAMES
-from benchmarks.robustness.soaking.draws import LATE, PLACES, RESTARTS, Step, draw
+from benchmarks.robustness.soaking.draws import AT_HEAD, LATE, PLACES, READS, RESTARTS, Step, draw
 from benchmarks.robustness.soaking.loop import PARTS, Loop, ctrl_c
 from benchmarks.robustness.soaking.measured import COMBINATIONS
 
@@ -32,6 +33,15 @@ def test_the_draws_have_everything() -> None:
     assert all(draw(seed, EVERY // 2 + i * EVERY, early=True) == sampled for seed in range(3) for i in range(9))
 
 
+def test_a_head_is_read_and_fails_in_the_same_steps() -> None:
+    steps = [(draw(0, number, early=False), draw(0, number, early=False, head=True)) for number in range(5000)]
+    assert {s.reads for _, s in steps} == {"", *READS}
+    assert {s.fault.place for _, s in steps if s.fault is not None} == {"timer", *PLACES, *LATE, *AT_HEAD.values()}
+    for step, with_head in steps:
+        assert replace(with_head, reads="", fault=step.fault) == step
+        assert (with_head.fault is None) == (step.fault is None)
+
+
 def test_half_a_step_is_restored() -> None:
     """Where parameters may have been updated in backward, what raises from there on is followed by the checkpoint."""
     steps = [draw(1, number, early=True) for number in range(5000)]
@@ -40,17 +50,18 @@ def test_half_a_step_is_restored() -> None:
     assert all(f.restores for f in faults if f.place in ("backward", "gradient", "timer"))
 
 
-def test_a_fault_is_raised_and_the_loop_goes_on(tmp_path: Path) -> None:
-    loop = Loop(0, early=False, folder=tmp_path)
+@pytest.mark.parametrize("head", (False, True))
+def test_a_fault_is_raised_and_the_loop_goes_on(tmp_path: Path, head: bool) -> None:
+    loop = Loop(0, early=False, folder=tmp_path, head=head)
     outcomes = set()
     with ctrl_c():
         for number in range(100):
-            step = draw(0, number, early=False)
+            step = draw(0, number, early=False, head=head)
             loop.step(number, step)
             assert loop.outcome == ("done" if step.fault is None else step.fault.place)
             assert all(p.grad is None for p in loop.model.parameters()) and loop.model.training
             outcomes.add(loop.outcome)
-    assert {"done", "timer", "forward", "backward"} <= outcomes
+    assert {"done", "timer", "forward", "backward", *(AT_HEAD.values() if head else ())} <= outcomes
 
 
 @pytest.mark.long
@@ -62,6 +73,16 @@ def test_a_short_soak(tmp_path: Path) -> None:
     assert result["different"] == 0, result["first"]
     assert result["hooks_left"] == 0 and result["growth"] == {}
     assert "recompute" in result["on"] and result["techniques"]["forwards"]["planned"] > STEPS / 2
+
+
+@pytest.mark.long
+@pytest.mark.real_times
+def test_a_short_soak_in_tiles(tmp_path: Path) -> None:
+    """Batches of several shapes, whose logits are read, and at which steps fail: the same bits, and most plans in tiles."""
+    result = soak.soaked("tiles", 0, STEPS, tmp_path)
+    assert result["different"] == 0, result["first"]
+    assert result["hooks_left"] == 0
+    assert "tiles" in result["on"] and result["techniques"]["tiled"] > STEPS / 4
 
 
 def test_a_wrong_bit_is_found(tmp_path: Path) -> None:
@@ -115,4 +136,4 @@ def test_the_digests_have_every_part(tmp_path: Path) -> None:
 
 def test_all_techniques_are_on_in_a_combination() -> None:
     proved = {technique for combination in COMBINATIONS.values() for technique in combination.proves}
-    assert proved == {"recompute", "offload", "compress", "pool", "optimizer_in_backward"}
+    assert proved == {"recompute", "offload", "compress", "pool", "tiles", "optimizer_in_backward"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,8 +13,9 @@ from lightning_memopt.native.counting import install
 from lightning_memopt.runtime.tiles import Proof
 from lightning_memopt.session.tiling import Tiling
 from tests.cpu.lib.engines import needs_native
+from tests.cpu.lib.inside import states_of
 from tests.cpu.tiles import test_loops
-from tests.cpu.tiles.language_model import CLASSES, LanguageModel, Picking, batches, compare, picking
+from tests.cpu.tiles.language_model import BATCH, CLASSES, LanguageModel, Picking, batches, compare, picking
 
 pytestmark = needs_native
 _LOGITS = 256 * CLASSES * 4
@@ -133,3 +136,26 @@ def test_an_op_on_some_rows_is_compared_on_as_many_as_fit_and_it_has(monkeypatch
         assert compare(test_loops.shifted).tiled
     assert proofs
     assert not any(proof._last for proof in proofs)
+
+
+def test_each_batch_of_a_step_has_a_head_of_its_own():
+    """Batches of two lengths accumulate. Each is observed in the steps that begin with it, and the plans are for its tokens."""
+
+    def mixed(model, optimizer, log, run):
+        for step, (ids, labels) in enumerate(batches(24)):
+            lengths = ((64, 32), (32, 64), (64,), (32,))[step % 4]
+            for length in lengths:
+                loss = model(ids[:, :length], labels[:, :length].contiguous())[1]
+                loss.backward()
+                log.note(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if run() is not None:
+                of_state.append({signature: state for signature, state in states_of(run()).items()})
+
+    of_state = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no forward leaves its plan
+        assert compare(mixed, profile_steps=1).tiled
+    states = of_state[-1].values()
+    assert sorted(state.plan.tiles[0].tokens for state in states) == [BATCH * 32, BATCH * 64]

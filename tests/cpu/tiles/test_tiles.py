@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -118,6 +119,22 @@ def test_a_proof_drops_sizes_that_give_other_bits(monkeypatch):
     sizes = _least(_proven(*_head(), (48, 16), (512, 256)), *_head())
     assert (sizes.rows, sizes.columns) == (16, 0)
     assert sizes.assembled == {"aten::mm by rows", "aten::mm by columns", HELD}
+
+
+def test_an_exit_whose_comparison_is_interrupted_is_as_if_it_had_not_been(monkeypatch):
+    into = Product.into
+
+    def interrupted(self, out, span):
+        if self.columns:
+            raise KeyboardInterrupt
+        into(self, out, span)
+
+    proof = Proof((48,), (512,))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Product, "into", interrupted)
+        _run(_mode(proof), *_head())
+    assert proof.again() is None
+    assert not any(sizes.columns for sizes in proof.results(_ROWS))
 
 
 def test_tiles_that_differ_by_rounding_are_taken_only_if_they_may():
@@ -268,6 +285,35 @@ def test_tiles_of_a_file_that_have_other_bits_here_leave_the_head_whole(tmp_path
     monkeypatch.setattr(proof, "equal", lambda a, b: False)
     (why,) = compare(test_loops.inside, plan=path).why_whole
     assert "tiles give other bits than the whole op on this machine" in why
+
+
+def test_what_the_first_step_did_not_come_to_is_not_taken_from_a_file(tmp_path, monkeypatch):
+    """Its backward raises before it comes to the products, whose tiles have other bits here."""
+    path = str(tmp_path / "plan.json")
+    assert compare(_saving(path)).status.plan.tiles
+    into = Product.into
+
+    def wrong(self, out, span):
+        into(self, out, span)
+        out.view(torch.int32)[0, 0] ^= 1
+
+    def fails(grad):
+        raise ValueError
+
+    def failing(model, optimizer, log, run):
+        for step, (ids, labels) in enumerate(batches()):
+            logits, loss = model(ids, labels)
+            if not step:
+                logits.register_hook(fails)
+            del logits
+            with pytest.raises(ValueError) if not step else contextlib.nullcontext():
+                loss.backward()
+            log.note(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    monkeypatch.setattr(Product, "into", wrong)
+    compare(failing, plan=path)
 
 
 def test_a_file_with_wrong_tiles_is_refused(tmp_path):
