@@ -58,22 +58,30 @@ class Outcome:
 
 
 class _Known:
-    """Recipes of storages that have bytes, as long as these live."""
+    """Storages that have bytes, as long as they live, and the recipes of these bytes, if they have any."""
 
     def __init__(self) -> None:
-        self._recipes: dict[int, tuple[Recipe, int]] = {}  # with a weak reference, so that the address is not used again
+        # with a weak reference, so that the address is not used again
+        self._recipes: dict[int, tuple[Recipe | None, int]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._recipes)
 
-    def add(self, storage: int, reference: int, recipe: Recipe) -> None:
+    def __contains__(self, t: torch.Tensor) -> bool:
+        return storage_id(t) in self._recipes
+
+    def __del__(self) -> None:
+        if hasattr(self, "_recipes"):  # else its making was interrupted
+            self.clear()
+
+    def add(self, storage: int, reference: int, recipe: Recipe | None) -> None:
         """A storage has the result of the recipe. `reference`: a weak reference to it, which is freed here."""
         self._free(storage)
         self._recipes[storage] = (recipe, reference)
 
     def get(self, t: torch.Tensor) -> Recipe | None:
         """The recipe of the storage of `t`; None if it has none."""
-        if not (is_plain(t) and _has_storage(t)) or storage_id(t) not in self._recipes:
+        if not (is_plain(t) and _has_storage(t)) or t not in self:
             return None
         return self._recipes[storage_id(t)][0]
 
@@ -131,7 +139,7 @@ class TileMode(Outside):
         self._recipes: weakref.WeakSet[Recipe] = weakref.WeakSet()
         """Those of hollow tensors."""
         self._known = _Known()
-        self._exposed = set[int]()
+        self._exposed = _Known()
         """Storages of which somebody has an array: they may be written to unseen."""
 
     @uncompiled
@@ -165,7 +173,7 @@ class TileMode(Outside):
 
     def _product(self, func: OpOverload, args: tuple, kwargs: dict) -> Recipe | None:
         recipe = product_for(func, args, kwargs) if all(map(is_plain, tensors_in(args))) else None
-        if recipe is None or recipe.columns != self._classes or any(storage_id(t) in self._exposed for t in recipe.tensors):
+        if recipe is None or recipe.columns != self._classes or any(t in self._exposed for t in recipe.tensors):
             return None
         if self.work is None:
             self.work = self._begins_with(recipe)
@@ -311,7 +319,9 @@ class TileMode(Outside):
         """Somebody takes the raw memory of `t`, to read or to write it."""
         self.asked(t, "data_ptr")
         if not address and _has_storage(t):
-            self._exposed.add(storage_id(t))
+            self._exposed.purge()
+            reference: int = t.untyped_storage()._weak_ref()  # type: ignore[assignment]
+            self._exposed.add(storage_id(t), reference, None)
         self.leaving([t], "raw memory")
 
     @uncompiled

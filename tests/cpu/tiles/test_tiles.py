@@ -219,6 +219,16 @@ def test_memory_that_has_an_address_of_freed_memory_may_be_written_to():
     assert not mode.outcome.read
 
 
+def test_memory_that_has_an_address_of_memory_that_was_handed_out_is_not_taken_for_it():
+    mode = _mode(None)
+    other = torch.zeros(4)
+    mode.exposed(other, address=False)
+    address = storage_id(other)
+    del other
+    others = [torch.zeros(4) for _ in range(64)]
+    assert address not in map(storage_id, others)
+
+
 def test_recipes_are_freed_with_their_tensors():
     x, w, target = _head()
     sizes = _proven(x, w, target, (48,), (512,)).results(_ROWS)[-1]
