@@ -118,7 +118,7 @@ VALUES = {
     "headroom": ("4096", 4096),
     "on_exceed": ("raise", "raise"),
     "plan": ("plan.json", "plan.json"),
-    "tile": ("'off'", "off"),
+    "tile": ("rounding", "rounding"),
     "pool": ("planned", "planned"),
     "compile": ("true", True),
     "verify": ("false", False),
