@@ -66,8 +66,8 @@ class MemOptConfig:
         tile: `"exact"`: where the budget needs it, a loss head (the linear layer before a cross-entropy) runs in tiles, so that
             logits and their gradients are never whole. An observed step compares the bits of tiles with those of the whole ops,
             on this machine, and only sizes that give them are used; if there are none, one line says so. Logits of less than a
-            sixteenth of the step's peak stay whole. `"rounding"`: also
-            sizes that differ by rounding, which lowers the peak in bfloat16. `"off"`: never.
+            sixteenth of the step's peak stay whole. `"rounding"`: also sizes that differ by rounding, which lowers the peak in
+            bfloat16. `"off"`: never.
         compile: compile the model's repeated blocks with `torch.compile` (Inductor) during the run, or the whole model if it
             has none. A model that is already compiled stays as it is. Compiled code rounds differently from eager code.
         verify: compare rebuilt tensors bit by bit with the originals in observed steps, and by checksum in the first planned

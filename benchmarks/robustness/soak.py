@@ -69,7 +69,9 @@ def different(plain: Path, planned: Path, seed: int, early: bool, head: bool = F
 def soaked(name: str, seed: int, count: int, folder: Path) -> dict[str, Any]:
     """The loop of a combination, plainly and planned, and how they compare. `folder`: keeps what the plain loop left."""
     early, head = COMBINATIONS[name].early, COMBINATIONS[name].head
-    plain, said, planned = folder / f"plain {early} {head}", folder / f"plain {early} {head}.json", folder / "planned"
+    plain = folder / f"plain {early} {head}"
+    said = plain.with_name(f"{plain.name}.json")
+    planned = folder / "planned"
     if not said.exists():
         said.write_text(json.dumps(in_process(name, seed, count, True, plain)))
     result = in_process(name, seed, count, False, planned)

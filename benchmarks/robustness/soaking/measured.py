@@ -123,7 +123,10 @@ class Soak:
     def __init__(
         self, seed: int, count: int, combination: Combination, options: dict[str, Any] | None, folder: Path, digests: Path
     ) -> None:
-        self.seed, self.count, self.combination, self.options = seed, count, combination, options
+        self.seed = seed
+        self.count = count
+        self.combination = combination
+        self.options = options
         self.loop = Loop(seed, combination.early, folder, combination.head)
         self.folder, self.digests = folder, digests
         self.techniques = Techniques()

@@ -67,7 +67,10 @@ class Headed(Model):
 
 def _trained(case: Case, departure: Departure, at_head: str, planned: bool) -> tuple[list[Any], int]:
     """Losses or errors, logits that were held, weights and the generator; and how many planned forwards ran in tiles."""
-    model, data, left, tiled = Headed(case), Data(case.seed), list[Any](), 0
+    model = Headed(case)
+    data = Data(case.seed)
+    left = list[Any]()
+    tiled = 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     options: dict[str, Any] = {"budget": "min", "tile": "exact", "profile_steps": 1, "verbose": False, "on_exceed": "warn"}
     torch.manual_seed(case.seed)

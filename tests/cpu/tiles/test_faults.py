@@ -153,7 +153,9 @@ class _Bench:
     def fault(self, at: Line, kind: type[BaseException], last: int = 1) -> None:
         """A step with an exception at this line, when it runs for the `last` time."""
         what = f"{Path(at[0]).name}:{at[1]} {linecache.getline(*at).strip()}: {kind.__name__}"
-        error, left, flags = kind(what), last, numeric_flags()
+        error = kind(what)
+        left = last
+        flags = numeric_flags()
         caught: BaseException | None = None
 
         def told(line: Line) -> None:
