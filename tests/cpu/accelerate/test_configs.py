@@ -30,14 +30,6 @@ def test_one_process() -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(not distributed.is_gloo_available(), reason="no gloo")
-def test_two_processes() -> None:
-    planned = ran(*OURS, *config("accelerate_multi.yaml"), *port(), EXAMPLE, ACCELERATE_USE_CPU="true")
-    assert planned.returncode == 0 and len(loss(planned.stdout)) == 1, planned.stderr
-    assert planned.stderr.count("measured peak") == 1
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not distributed.is_gloo_available(), reason="no gloo")
 @pytest.mark.skipif(not hasattr(accelerate.Accelerator, "is_fsdp2"), reason="Accelerate without FSDP2")
 def test_two_processes_with_sharded_weights() -> None:
     """Accelerate is made to shard on the CPU; the loss is that of the plain run, printed to its last digit."""

@@ -14,7 +14,7 @@ pytest.importorskip("accelerate")
 
 from lightning_memopt.integrations import accelerate as front
 from tests.cpu.lib.accelerate_scripts import EARLY, NAMES, TOGETHER, both
-from tests.cpu.lib.launched import OURS, SCRIPTS, port, ran, same
+from tests.cpu.lib.launched import OURS, ROOT, SCRIPTS, port, ran, same
 
 STEADY = ("cv_example", "gradient_accumulation", "checkpointing", "early_stopping", "multi_process_metrics", "local_sgd")
 """Scripts that hold no more in later steps than when the plan was made. Others hold the last batch of an evaluation while they
@@ -44,10 +44,10 @@ def test_one_process(name: str, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.skipif(not distributed.is_gloo_available(), reason="no gloo")
 def test_two_processes(tmp_path: Path) -> None:
-    """The same scripts in two processes under our launcher, with gloo between them: both ranks end as under plain DDP, and each
+    """The same scripts in two processes under our launcher and its configuration file, with gloo between them: both ranks end as under plain DDP, and each
     keeps its budget, as predicted.
     """
-    ddp = ("--multi_gpu", "--num_processes", "2", "--num_machines", "1", *port())
+    ddp = ("--config_file", str(ROOT / "configs" / "accelerate_multi.yaml"), *port())
     command = [*OURS, *ddp, "--memopt_budget", "1GiB", "-m", "tests.cpu.lib.accelerate_scripts", str(tmp_path)]
     done = ran(*command, timeout=580, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr[-4000:]
