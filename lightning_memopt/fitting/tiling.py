@@ -33,9 +33,14 @@ from lightning_memopt.torch_private import OpOverload, dispatch_key, set_exclude
 from lightning_memopt.trace.flops import Flops
 
 _PRODUCT = "aten::mm"
-_BY_ROWS, _BY_COLUMNS = f"{_PRODUCT} by rows", f"{_PRODUCT} by columns"
-"""How the names of products begin that read the gradient of logits in tiles; without an addition, they read it whole."""
+_BY_ROWS, _BY_COLUMNS = " by rows", " by columns"
+"""What is in the names of ops that read the gradient of logits in tiles; without it, they read it whole."""
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def _reads_gradient(name: str) -> bool:
+    """Whether the op of this name reads the gradient of logits in tiles."""
+    return _BY_ROWS in name or _BY_COLUMNS in name
 
 
 class Cost(NamedTuple):
@@ -48,7 +53,7 @@ class Cost(NamedTuple):
 
 
 class _All(frozenset[str]):
-    """All names of ops and exits, but for the products that read gradients if those are `whole`.
+    """All names of ops and exits, but for those that read the gradient of logits if that is `whole`.
 
     asked: the names that were looked for.
     """
@@ -63,7 +68,7 @@ class _All(frozenset[str]):
 
     def __contains__(self, name: object) -> bool:
         self.asked.add(str(name))
-        return not (self.whole and str(name).startswith((_BY_ROWS, _BY_COLUMNS)))
+        return not (self.whole and _reads_gradient(str(name)))
 
 
 class _Mode(TileMode):
@@ -174,7 +179,7 @@ class InTiles:
         """The head, with the sizes of its tiles."""
         assert self._head is not None
         assert self._mode is not None
-        products = {name for name in self._asked[0] if self.whole and name.startswith((_BY_ROWS, _BY_COLUMNS))}
+        products = {name for name in self._asked[0] if self.whole and _reads_gradient(name)}
         return replace(self._head, assembled=tuple(sorted(self._mode.readers | products)))
 
     @property
@@ -186,7 +191,7 @@ class InTiles:
     def other(self) -> InTiles | None:
         """The same step with a gradient that is whole; None if that is not another one."""
         exits, readers = self._asked
-        both = all(any(name.startswith(begin) for name in exits) for begin in (_BY_ROWS, _BY_COLUMNS))
+        both = all(any(way in name for name in exits) for way in (_BY_ROWS, _BY_COLUMNS))
         return None if self.whole or not (both or _PRODUCT in readers) else InTiles(self._plain, whole=True)
 
     @property

@@ -111,27 +111,30 @@ class Reduction(Exit):
         return results[0] if isinstance(like, torch.Tensor) else tuple(results)
 
 
-class Product(Exit):
-    """The product of a matrix that is made in tiles, or of its transpose, and another matrix."""
+class Gradient(Exit):
+    """A gradient that is made slice by slice, one for each tile of the gradient of the logits.
 
-    def __init__(self, func: OpOverload, args: Sequence[Any]) -> None:
-        super().__init__(func, args, args[0])
-        self._other = args[1]
-        self.columns: bool = not args[0].has_rows
+    n: the number of rows of its result: rows or columns of what it reads.
+    """
+
+    n: int
 
     @property
     def key(self) -> str:
         return f"{self._func._name} by {'columns' if self.columns else 'rows'}{self.reads.which}"
 
-    @property
-    def n(self) -> int:
-        """The number of rows of the result: rows or columns of the matrix in tiles."""
-        return self.reads.size[0]
+    def _empty(self, n: int) -> torch.Tensor:
+        """A result of `n` rows that is not made yet."""
+        raise NotImplementedError
+
+    def _write(self, out: torch.Tensor, made: torch.Tensor) -> None:
+        """Write the slice of the result that comes of a tile, which is made, to `out`."""
+        raise NotImplementedError
 
     def into(self, out: torch.Tensor, span: Span) -> None:
-        """Write the part of the result that this tile makes to `out`."""
+        """Write the slice of the result that the tile at `span` makes to `out`."""
         (made,) = tiles([self.reads.recipe.all if self.columns else self.reads], span)
-        torch.mm(made.t() if self.columns else made, self._other, out=out)
+        self._write(out, made)
 
     def _note(self) -> None:
         """Note what tiles of columns need of each row, where no loss has done so."""
@@ -144,7 +147,7 @@ class Product(Exit):
     def run(self, size: int, notes: bool, rows: int | None = None) -> torch.Tensor:
         self._note()
         n = self.n if rows is None else rows
-        out = torch.empty(n, self._other.size(1), dtype=self.reads.recipe.like.dtype, device=self.reads.recipe.device)
+        out = self._empty(n)
         for span in spans(n, size, self.columns):
             self.into(out[span.first : span.end], span)
         return out
@@ -160,6 +163,46 @@ class Product(Exit):
         return True
 
 
+class Product(Gradient):
+    """The product of a matrix that is made in tiles, or of its transpose, and another matrix."""
+
+    def __init__(self, func: OpOverload, args: Sequence[Any]) -> None:
+        super().__init__(func, args, args[0])
+        self._other = args[1]
+        self.columns = not args[0].has_rows
+        self.n = args[0].size[0]
+
+    def _empty(self, n: int) -> torch.Tensor:
+        return torch.empty(n, self._other.size(1), dtype=self.reads.recipe.like.dtype, device=self.reads.recipe.device)
+
+    def _write(self, out: torch.Tensor, made: torch.Tensor) -> None:
+        torch.mm(made.t() if self.columns else made, self._other, out=out)
+
+
+class ColumnSum(Gradient):
+    """The sum over all rows: the gradient of a bias."""
+
+    columns = True
+
+    def __init__(self, func: OpOverload, args: Sequence[Any]) -> None:
+        super().__init__(func, args, args[0])
+        self.n = args[0].size[1]
+        self._keeps_dim = len(args) > 2 and args[2]
+
+    def _empty(self, n: int) -> torch.Tensor:
+        return torch.empty(n, dtype=self.reads.recipe.like.dtype, device=self.reads.recipe.device)
+
+    def _write(self, out: torch.Tensor, made: torch.Tensor) -> None:
+        out.copy_(self._func(made, [0]))
+
+    def run(self, size: int, notes: bool, rows: int | None = None) -> torch.Tensor:
+        out = super().run(size, notes, rows)
+        return out[None] if self._keeps_dim else out
+
+    def gives(self, result: Any, rows: int | None, size: int, alike: Any) -> bool:
+        return super().gives(result.view(-1), rows, size, alike)
+
+
 def exit_for(func: OpOverload, args: Sequence[Any]) -> Exit | None:
     """How an op that reads results of recipes can run in tiles although its own result is whole; None if it cannot. `args`: as
     `seen` gives them.
@@ -169,5 +212,8 @@ def exit_for(func: OpOverload, args: Sequence[Any]) -> Exit | None:
     if func is _ATEN.mm.default and type(args[0]) is Seen and isinstance(args[1], torch.Tensor):
         by_columns = args[0].is_transposed and args[0].recipe.by_columns
         return Product(func, args) if by_columns or args[0].has_rows else None
+    if func is _ATEN.sum.dim_IntList and len(args) in (2, 3) and type(args[0]) is Seen and args[1] in ([0], [-2]):
+        is_matrix = args[0].is_whole and len(args[0].size) == 2
+        return ColumnSum(func, args) if is_matrix and args[0].recipe.by_columns else None
     at = reducing(func, args)
     return None if at is None else Reduction(func, args, at)

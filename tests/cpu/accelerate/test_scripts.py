@@ -44,8 +44,8 @@ def test_one_process(name: str, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.skipif(not distributed.is_gloo_available(), reason="no gloo")
 def test_two_processes(tmp_path: Path) -> None:
-    """The same scripts in two processes under our launcher and its configuration file, with gloo between them: both ranks end as under plain DDP, and each
-    keeps its budget, as predicted.
+    """The same scripts in two processes under our launcher and its configuration file, with gloo between them: both ranks end
+    as under plain DDP, and each keeps its budget, as predicted.
     """
     ddp = ("--config_file", str(ROOT / "configs" / "accelerate_multi.yaml"), *port())
     command = [*OURS, *ddp, "--memopt_budget", "1GiB", "-m", "tests.cpu.lib.accelerate_scripts", str(tmp_path)]

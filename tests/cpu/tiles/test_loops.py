@@ -467,14 +467,6 @@ def test_soft_capping():
     assert compare(inside, Capped()).tiled
 
 
-def test_a_bias():
-    torch.manual_seed(1)
-    model = LanguageModel()
-    model.head = torch.nn.Linear(32, CLASSES)
-    ran = compare(inside, model)
-    assert ran.tiled or ran.why_whole
-
-
 def test_what_the_loop_holds_when_weights_change_is_made_of_tiles():
     ran = compare(held)
     assert HELD in ran.status.plan.tiles[0].assembled
