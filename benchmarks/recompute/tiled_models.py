@@ -107,7 +107,6 @@ def examined(name: str) -> Row:
         "whole_nbytes": whole.peak_nbytes,
         "tiled_nbytes": tiled.peak_nbytes,
         "same_bits": whole.same(plain) and tiled.same(plain),
-        "as_predicted": plan is not None and tiled.status.measured_peak_nbytes <= plan.predicted_peak_nbytes,
         "tiles": "" if plan is None else tiles_text(plan.tiles),
     }
 

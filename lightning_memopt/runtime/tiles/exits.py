@@ -186,8 +186,8 @@ class ColumnSum(Gradient):
 
     def __init__(self, func: OpOverload, args: Sequence[Any]) -> None:
         super().__init__(func, args, args[0])
-        self.n = args[0].size[1]
-        self._keeps_dim = len(args) > 2 and args[2]
+        self.n = args[0].size[-1]
+        self._keeps_dims = len(args) > 2 and args[2]
 
     def _empty(self, n: int) -> torch.Tensor:
         return torch.empty(n, dtype=self.reads.recipe.like.dtype, device=self.reads.recipe.device)
@@ -197,7 +197,7 @@ class ColumnSum(Gradient):
 
     def run(self, size: int, notes: bool, rows: int | None = None) -> torch.Tensor:
         out = super().run(size, notes, rows)
-        return out[None] if self._keeps_dim else out
+        return out.view(*(1 for _ in self.reads.size[1:]), -1) if self._keeps_dims else out
 
     def gives(self, result: Any, rows: int | None, size: int, alike: Any) -> bool:
         return super().gives(result.view(-1), rows, size, alike)
@@ -212,8 +212,13 @@ def exit_for(func: OpOverload, args: Sequence[Any]) -> Exit | None:
     if func is _ATEN.mm.default and type(args[0]) is Seen and isinstance(args[1], torch.Tensor):
         by_columns = args[0].is_transposed and args[0].recipe.by_columns
         return Product(func, args) if by_columns or args[0].has_rows else None
-    if func is _ATEN.sum.dim_IntList and len(args) in (2, 3) and type(args[0]) is Seen and args[1] in ([0], [-2]):
-        is_matrix = args[0].is_whole and len(args[0].size) == 2
-        return ColumnSum(func, args) if is_matrix and args[0].recipe.by_columns else None
+    if func is _ATEN.sum.dim_IntList and type(args[0]) is Seen and _is_over_rows(args[0], args[1]):
+        return ColumnSum(func, args) if args[0].is_whole and args[0].recipe.by_columns else None
     at = reducing(func, args)
     return None if at is None else Reduction(func, args, at)
+
+
+def _is_over_rows(seen: Seen, dims: Any) -> bool:
+    """Whether these are all dimensions but that of the classes."""
+    last = len(seen.size) - 1
+    return bool(dims) and sorted(dim % (last + 1) for dim in dims) == list(range(last))

@@ -18,8 +18,14 @@ ROWS, WIDTH = 96, 48
 SUM = "aten::sum.dim_IntList by columns"
 
 
+def added(x, w, bias):
+    """As a sequence of texts, and a parameter of its own."""
+    return (F.linear(x.unflatten(0, (4, -1)), w) + bias).flatten(0, 1)
+
+
+@pytest.mark.parametrize("head", (F.linear, added))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64))
-def test_its_gradient_has_the_bits_of_the_whole_sum(dtype):
+def test_its_gradient_has_the_bits_of_the_whole_sum(dtype, head):
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(ROWS, WIDTH, generator=generator), torch.randn(CLASSES, WIDTH, generator=generator) * 0.2
     bias = torch.randn(CLASSES, generator=generator)
@@ -34,7 +40,7 @@ def test_its_gradient_has_the_bits_of_the_whole_sum(dtype):
                 mode.enter()
                 stack.callback(mode.leave)
                 stack.callback(mode.end)
-            F.cross_entropy(F.linear(*parameters).float(), target).backward()
+            F.cross_entropy(head(*parameters).float(), target).backward()
         return mode, [p.grad for p in parameters]
 
     proof = Proof((16, 48), (256, 512))
