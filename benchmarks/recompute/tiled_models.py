@@ -11,7 +11,6 @@ Bytes are those of the counter around torch's allocator, above what is there whe
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import random
 import sys
@@ -99,7 +98,9 @@ def trained(name: str, tile: str | None) -> Outcome:
 
 def examined(name: str) -> Row:
     """What the smallest plans with and without tiles take, and whether the bits are those of the plain training."""
-    plain, whole, tiled = (trained(name, tile) for tile in (None, "off", "exact"))
+    plain = trained(name, tile=None)
+    whole = trained(name, tile="off")
+    tiled = trained(name, tile="exact")
     assert whole.status is not None and tiled.status is not None
     plan = tiled.status.plan
     return {
@@ -127,7 +128,7 @@ def table(results: dict[str, Row]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks tiled_models", description=inspect.getdoc(trained))
+    parser = argparse.ArgumentParser(prog="python -m benchmarks tiled_models", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(language_models()))
     parser.add_argument("--table", action="store_true", help="print what is recorded")
     args = parser.parse_args()

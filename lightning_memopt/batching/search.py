@@ -30,10 +30,11 @@ from lightning_memopt.batching.untouched import untouched
 from lightning_memopt.clocks import perf_counter
 from lightning_memopt.config import MemOptConfig, disabled
 from lightning_memopt.errors import ConfigError, InfeasibleError, UnsupportedError
-from lightning_memopt.graph import Graph, unmodified_levels
+from lightning_memopt.graph import Graph
 from lightning_memopt.plan.logits import are_worth_tiles
 from lightning_memopt.ranks import Ranks, joins, ranks_of, wrapper_of
 from lightning_memopt.session.parking.offloading import Offloading
+from lightning_memopt.session.solve.foresight import unmodified_peak
 from lightning_memopt.session.solve.machine import machine_of
 from lightning_memopt.session.solve.solving import frontier_of
 from lightning_memopt.solvers.planner import Frontier
@@ -243,10 +244,13 @@ class _RunningSearch:
         """Makes plans as a session of the run that follows will; None if it has no plans."""
         if self.config is None:
             return None
-        plain, limit = self._plans_of(step, self.config), self.limit - self.config.headroom
+        plain = self._plans_of(step, self.config)
+        if self.config.tile == "off":
+            return plain
+        limit = self.limit - self.config.headroom
         graph = step.at(max(step.sizes[1], plain.largest(0, self.trials.cap, limit)))
-        may = self.config.tile != "off" and are_worth_tiles(graph, max(unmodified_levels(graph)))
-        tiled = in_tiles(self.trials, step.sizes) if may else None
+        worth = are_worth_tiles(graph, unmodified_peak(graph, plain.machine))
+        tiled = in_tiles(self.trials, step.sizes) if worth else None
         if tiled is None:
             return plain
         largest = self._plans_of(tiled, self.config).largest(0, self.trials.cap, limit)

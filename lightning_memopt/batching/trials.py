@@ -155,8 +155,7 @@ class Trials:
         """The graph of one step of this size whose loss head runs in the smallest tiles; None if the step does not fit, or no
         head runs in tiles.
         """
-        if self.config is None or self.config.tile == "off":
-            return None
+        assert self.config is not None
         quiet = dataclasses.replace(
             self.config, budget="min", profile_steps=1, plan=None, pool=None, verify=False, verbose=False
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("transformers")
@@ -22,3 +24,10 @@ def test_a_start_is_counted_up_to_the_first_steady_planned_step() -> None:
 
 def test_beyond() -> None:
     assert attached.beyond([(3.0, 2.0), (4.0, 2.5)], (1.0, 0.5)) == (5.0, 3.5)
+
+
+def test_processes_take_turns() -> None:
+    """One set of three processes, two rounds: a plan with nothing to do is there, or its process ends with an error."""
+    row: dict[str, Any] = attached.at_rest("resnet50", rounds=2, sets=1, steps=1)
+    assert len(row["ratios_of_sets"]["attached"]) == 1 and row["steps"] == 1
+    assert all(ratio > 0.2 for pair in row["ratios"].values() for ratio in pair)

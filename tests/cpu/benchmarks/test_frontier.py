@@ -22,7 +22,7 @@ from lightning_memopt.solvers.rollout import keep_all  # noqa: E402
 pytestmark = [pytest.mark.usefixtures("deterministic"), pytest.mark.long]
 
 
-BATCH = {"llama": 2, "resnet50": 16, "unet": 8}
+BATCH = {"llama": 2, "resnet50": 16, "t5": 4, "unet": 8}
 """Model -> a batch, as small as it can be where most of the memory is to be activations."""
 
 

@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -213,11 +214,12 @@ CASES: dict[str, Callable[[], Any]] = {
 
 def member(group: str, rank: int, folder: Path) -> None:
     join(folder / f"{group}.store", rank, WORLD, PATIENT_SECONDS)
+    began = time.monotonic()
     try:
         outcome = {name: CASES[name]() for name in group.split(",")}
     except Exception as error:
         outcome = {"error": f"{type(error).__name__}: {error}"}
-    (folder / f"{group}.{rank}.json").write_text(json.dumps(outcome))
+    (folder / f"{group}.{rank}.json").write_text(json.dumps(outcome | {"seconds": time.monotonic() - began}))
     os._exit(0)  # a group in which a rank has failed cannot be ended in order
 
 
