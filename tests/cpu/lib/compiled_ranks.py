@@ -7,7 +7,6 @@ turn. Rank r of a group writes the outcomes, by case, into FOLDER/CASE,CASE,....
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import json
 import os
@@ -35,11 +34,13 @@ from tests.cpu.lib.process import digest
 
 WORLD, STEPS, LAST = 2, 10, 3
 PATIENT_SECONDS = 6.0
+BACKEND = "aot_eager"
+"""What ranks decide about regions does not depend on the backend. Inductor, whose code takes long to compile, has one case."""
 Hook = Callable[[int], None]
 
 
 class Net(nn.Module):
-    """The weights of four layers need two buckets of 1 MiB."""
+    """The weights of four layers need two buckets of 1 MiB, which is the smallest first one of dynamo."""
 
     def __init__(self, layers: int = 4) -> None:
         super().__init__()
@@ -60,7 +61,8 @@ def train(
     hook: Hook = lambda i: None,
     keeps_all: bool = False,
     layers: int = 4,
-    **compiler: Any,
+    backend: str = BACKEND,
+    dynamic: bool | None = None,
 ) -> dict[str, Any]:
     """A loop of this rank, and what it ended with.
 
@@ -69,9 +71,10 @@ def train(
         around: the wrapper is compiled, not the model in it.
         hook: called before each forward, with the number of the step.
         keeps_all: the regions get the option that saves all, and runs nothing again.
-        compiler: options of `torch.compile`.
+        backend, dynamic: as `torch.compile` takes them.
     """
     rank = distributed.get_rank()
+    compiler: dict[str, Any] = dict(backend=backend, dynamic=dynamic)
     torch._dynamo.reset()
     gc.collect()
     if around:
@@ -133,17 +136,13 @@ def _unmodified(run: Any) -> int | None:
     return measured[0].peak_nbytes if measured else None
 
 
-@functools.cache
-def saves_all(around: bool = True) -> dict[str, Any]:
-    return train("min", around, keeps_all=True)
-
-
-def budgets(around: bool) -> dict[str, Any]:
+def budgets(around: bool, backend: str = BACKEND) -> dict[str, Any]:
     """Everything saved, the smallest plan, and a budget between the two."""
-    keeps, smallest = saves_all(around), train("min", around)
+    keeps, smallest = (train("min", around, keeps_all=all_of_it, backend=backend) for all_of_it in (True, False))
     budget = [(smallest["unmodified"] + smallest["measured"]) // 2]
     distributed.broadcast_object_list(budget)
-    return {"keeps": keeps, "smallest": smallest, "middle": train(budget[0], around), "budget": budget[0]}
+    middle = train(budget[0], around, backend=backend)
+    return {"keeps": keeps, "smallest": smallest, "middle": middle, "budget": budget[0]}
 
 
 def other_shapes() -> dict[str, Any]:
@@ -168,7 +167,7 @@ def compiles_on_one() -> dict[str, Any]:
         if i == 1 and distributed.get_rank() == 1:
             torch._dynamo.reset()
 
-    return {"keeps": saves_all(), "planned": train("min", hook=hook)}
+    return {"keeps": train("min", keeps_all=True), "planned": train("min", hook=hook)}
 
 
 def other_options() -> dict[str, Any]:
@@ -201,7 +200,7 @@ def raises(rank: int) -> dict[str, Any]:
 
 
 CASES: dict[str, Callable[[], Any]] = {
-    "around": lambda: budgets(around=True),
+    "around": lambda: budgets(around=True, backend="inductor"),
     "within": lambda: budgets(around=False),
     "other_shapes": other_shapes,
     "other_lengths_of_one_code": other_lengths_of_one_code,

@@ -44,14 +44,21 @@ def one_decision(ranks: list[Outcome], regions: int) -> None:
 
 @pytest.mark.parametrize("case", ["around", "within"])
 def test_n4_all_ranks_keep_the_budget_with_one_plan_and_the_same_bits(ran: list[Outcome], case: str) -> None:
-    """The wrapper is compiled, or the model in it. Dynamo's DDPOptimizer makes two regions of two buckets."""
+    """The wrapper is compiled, or the model in it. Dynamo's DDPOptimizer makes two regions of two buckets.
+
+    Inductor, which compiles the wrapper, saves less than all by itself.
+    """
     ranks = [rank[case] for rank in ran]
     for run in ("keeps", "smallest", "middle"):
         one_decision([rank[run] for rank in ranks], regions=2)
     for rank in ranks:
         keeps, smallest, middle = rank["keeps"], rank["smallest"], rank["middle"]
         assert smallest["state"] == middle["state"] == keeps["state"]
-        assert smallest["peak"] < middle["peak"] <= rank["budget"] < middle["unmodified"] < keeps["peak"]
+        assert smallest["peak"] < middle["peak"] <= rank["budget"] < middle["unmodified"]
+        if case == "around":
+            assert middle["unmodified"] < keeps["peak"]
+        else:
+            assert middle["unmodified"] == keeps["peak"]
         for run in (smallest, middle, keeps):
             assert run["predicted"] == pytest.approx(run["peak"], rel=0.01)
             assert run["measured"] == pytest.approx(run["peak"], rel=0.01)
