@@ -26,11 +26,11 @@ class Block(nn.Module):
 class Blocks(nn.Module):
     """Compiled blocks with eager code between them. Blocks of the same width are calls of one region."""
 
-    def __init__(self, *inner: int) -> None:
+    def __init__(self, *inner: int, backend: str) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(width) for width in inner)
         for block in self.blocks:
-            block.compile()
+            block.compile(backend=backend)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -38,14 +38,14 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
-def made(*inner: int) -> tuple[nn.Module, Forward]:
-    model = Blocks(*inner)
+def made(*inner: int, backend: str = "inductor") -> tuple[nn.Module, Forward]:
+    model = Blocks(*inner, backend=backend)
     return model, model
 
 
 def test_two_regions_and_the_eager_code_between_them_keep_one_budget() -> None:
     def two() -> tuple[nn.Module, Forward]:
-        return made(64, 96)
+        return made(64, 96, backend="aot_eager")
 
     keeps, smallest = keeping_all(two), train(two, "min")
     assert len(smallest.options) == 2
