@@ -131,7 +131,7 @@ def train(case: Case, card: int, planned: bool) -> dict[str, Any]:
                 run = stack.enter_context(optimize(model, optimizer, **memopt))
             torch.cuda.reset_peak_memory_stats()
             for part in range(case.parts):
-                words = torch.randint(WORDS, (32, 48), device=card)
+                words = torch.randint(WORDS, (64, 48), device=card)
                 last = part == case.parts - 1
                 with contextlib.ExitStack() as within:
                     if isinstance(model, DistributedDataParallel) and not last:
