@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import lightning_memopt
-from tests.cpu.lib.scripts import NEEDS, Interpreter
+from tests.cpu.lib.scripts import NEEDS, OURS_NEED, Interpreter
 
 ROOT = Path(lightning_memopt.__file__).parents[1]
 SCRIPTS = ROOT / "tests" / "cpu" / "accelerate" / "scripts"
@@ -39,7 +39,7 @@ def port() -> list[str]:
 
 def forked(interpreter: Interpreter) -> dict[str, str]:
     """Options of `ran`: processes, also those that a launcher starts, are forked from one that has made their imports."""
-    needs = "torch._dynamo", "torch.distributed.launcher.api", "torch.distributed.fsdp", "accelerate.commands.launch", *OPTIONAL
+    needs = *OURS_NEED, "torch.distributed.launcher.api", "torch.distributed.fsdp", "accelerate.commands.launch", *OPTIONAL
     return {"python": interpreter.executable, NEEDS: " ".join(needs)}
 
 

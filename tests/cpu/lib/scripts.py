@@ -23,10 +23,16 @@ import tempfile
 import types
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
 
 ROOT = Path(__file__).parents[3]
 NEEDS = "TESTS_SCRIPTS_NEED"
 """Environment variable with the modules that are imported first."""
+OURS_NEED = "torch._dynamo", "ortools.sat.python.cp_model"
+"""What the package imports, and takes long."""
 
 _STREAMS = {"stdin": "r", "stdout": "w", "stderr": "w"}
 
@@ -71,11 +77,16 @@ class Interpreter:
         self, *arguments: str, cwd: Path, needs: tuple[str, ...] = (), timeout: float = 200
     ) -> subprocess.CompletedProcess[str]:
         """`needs`: modules that are imported first, and stay for later scripts."""
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", NEEDS: " ".join(needs)}
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", NEEDS: " ".join((*OURS_NEED, *needs))}
         command = [self.executable, *arguments]
         done = subprocess.run(command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout)
         out, err = done.stdout.decode(), done.stderr.decode()  # as they are, "\r" too
         return subprocess.CompletedProcess(arguments, done.returncode, out, err)
+
+    def stands_in(self, patch: pytest.MonkeyPatch, *needs: str) -> None:
+        """Whatever this process starts with `sys.executable`, until `patch` is undone, has these imports already."""
+        patch.setattr(sys, "executable", self.executable)
+        patch.setenv(NEEDS, " ".join((*OURS_NEED, *needs)))
 
     def close(self) -> None:
         self._process.communicate()
