@@ -100,12 +100,10 @@ def missing(script: Script) -> str | None:
 
 
 def work() -> None:
-    """Read cases, each with its steps where they are not the benchmark's, and answer each with a line of JSON. What they import
-    is imported before they fork: once, not in every run.
-    """
+    """Read cases, answer each with a line of JSON. What they import is imported before they fork: once, not in every run."""
     for line in sys.stdin:
-        front, model, precision, variant, *steps = line.strip().split("/")
-        script = script_of(front, Case(model, precision, variant, *map(int, steps)))
+        front, model, precision, variant = line.strip().split("/")
+        script = script_of(front, Case(model, precision, variant))
         for need in script.needs:
             importlib.import_module(need)
         built(model)

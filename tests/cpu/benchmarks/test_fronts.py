@@ -30,8 +30,6 @@ CASES = (
 """Front, model, precision, variant. The ResNet is not here in bfloat16: without instructions for it, the workspace of one
 convolution outweighs all that so small a model saves.
 """
-STEPS = 12
-"""Half of them are enough for a plan, in a run that is resumed."""
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +40,9 @@ def rows() -> dict[str, Row]:
     for name in CASES:
         front, model, precision, variant = name.split("/")
         if missing(script_of(front, Case(model, precision, variant))) is None:
-            there.append(f"{name}/{STEPS}")
+            there.append(name)
     ask("benchmarks.robustness.fronts", there, 1, found.__setitem__, 300.0)
-    return {name.rpartition("/")[0]: row for name, row in found.items()}
+    return found
 
 
 @pytest.mark.skipif(loops_count.built() is None, reason="needs a compiler")
