@@ -20,7 +20,7 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-LENGTH, WIDTH, STEPS = 128, 64, 24
+LENGTH, WIDTH, STEPS = 128, 64, 10
 
 
 class Block(nn.Module):

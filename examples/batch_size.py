@@ -8,7 +8,7 @@ from lightning_memopt import find_max_batch_size, optimize
 
 from .plain_loop import Batch, batches, build, step
 
-BUDGET = "20MiB"
+BUDGET = "10MiB"
 
 
 def batch_of(size: int) -> Batch:

@@ -16,7 +16,7 @@ from .plain_loop import batches, build
 
 def train() -> None:
     """Ten steps. The table is printed when the loop lets go of the model, at the end of this function."""
-    fabric = Fabric(accelerator="cpu", devices=1, strategy=MemOptFabricStrategy(budget="20MiB"))
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=MemOptFabricStrategy(budget="10MiB"))
     fabric.launch()
     model = build()
     model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters()))

@@ -1,7 +1,7 @@
 """LightningCLI: the digits of `plain_loop`, with the budget and everything else in a file or in flags.
 
     python -m examples.lightning_cli fit --config configs/lightning.yaml
-    python -m examples.lightning_cli fit --config configs/lightning.yaml --trainer.strategy.budget=12MiB
+    python -m examples.lightning_cli fit --config configs/lightning.yaml --trainer.strategy.budget=6MiB
     python -m examples.lightning_cli fit --trainer.strategy.help=MemOptStrategy
 
 The import of `lightning_memopt` below makes the short names `MemOptStrategy`, `MemOptBatchScaler` and `memopt` known.
@@ -30,7 +30,7 @@ class DigitsModule(L.LightningModule):
         learning_rate: of Adam.
     """
 
-    def __init__(self, depth: int = 16, learning_rate: float = 1e-3) -> None:
+    def __init__(self, depth: int = 8, learning_rate: float = 1e-3) -> None:
         super().__init__()
         self.learning_rate = learning_rate
         self.model = torch.nn.Sequential(*(Block() for _ in range(depth)), torch.nn.Linear(WIDTH, CLASSES))

@@ -28,7 +28,7 @@ class Digits(L.LightningModule):
 
 
 def main() -> None:
-    strategy = MemOptStrategy(budget="20MiB")  # it prints the table at the end
+    strategy = MemOptStrategy(budget="10MiB")  # it prints the table at the end
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,

@@ -10,10 +10,10 @@ from .plain_loop import batches, build, step
 
 
 def train(offload: str) -> None:
-    """Ten steps within 12 MiB, and the run's table; `offload` is "none" or "disk"."""
+    """Ten steps within 7 MiB, and the run's table; `offload` is "none" or "disk"."""
     model = build()
     optimizer = torch.optim.Adam(model.parameters())
-    with optimize(model, optimizer, budget="12MiB", offload=offload, verbose=False) as run:
+    with optimize(model, optimizer, budget="7MiB", offload=offload, verbose=False) as run:
         for batch in batches(10):
             step(model, optimizer, batch)
     print(run.report())

@@ -21,6 +21,6 @@ def train(steps: int, budget: str, plan: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    train(5, "20MiB")
-    cli.main(["plan", "plan.json", "--budget", "16MiB", "-o", "smaller.json"])
-    train(3, "16MiB", "smaller.json")  # in force from the first step
+    train(5, "10MiB")
+    cli.main(["plan", "plan.json", "--budget", "8MiB", "-o", "smaller.json"])
+    train(3, "8MiB", "smaller.json")  # in force from the first step

@@ -45,6 +45,8 @@ WARM, STEADY, FIRST = 3, 10, 2
 """Steps before others are timed; timed steps, plain and planned; planned steps that belong to the start."""
 MODELS = {"gpt2": 1, "resnet50": 4}
 """Model -> steps of a turn."""
+ROOM: dict[str, Any] = {"budget": "100%", "solver_seconds": 0.1, "verbose": False}
+"""A budget that needs no search."""
 KINDS = ("plain", "attached", "plain again")
 Seconds = tuple[float, float]
 """Wall time and CPU time."""
@@ -111,7 +113,7 @@ def start(name: str, budget: int, profiled: bool) -> dict[str, Any]:
 def unmodified_nbytes(name: str) -> int:
     """The peak of the unmodified step, as the planner predicts it."""
     training = OfRegistry(name)
-    with optimize(training.model, training.optimizer, budget="100%", profile_steps=1, verbose=False) as run:
+    with optimize(training.model, training.optimizer, profile_steps=1, **ROOM) as run:
         while run.plan is None:
             eager_step(training)
         return run.plan.unmodified_peak_nbytes
@@ -143,7 +145,7 @@ def own(name: str) -> dict[str, float]:
     """CPU seconds of our own functions in a step with nothing to do, and of that step."""
     training = OfRegistry(name)
     mine, steps = list[float](), list[float]()
-    with optimize(training.model, training.optimizer, budget="100%", verbose=False) as run:
+    with optimize(training.model, training.optimizer, **ROOM) as run:
         for _ in range(2 * WARM):
             eager_step(training)
         assert run.plan is not None and not run.plan.predicted.rebuilt_ops
@@ -162,7 +164,7 @@ def turns(name: str, attached: bool, steps: int) -> None:
         for _ in range(steps):
             eager_step(training)
 
-    within = optimize(training.model, training.optimizer, budget="100%", verbose=False)
+    within = optimize(training.model, training.optimizer, **ROOM)
     with within if attached else contextlib.nullcontext() as run:
         for _ in range(2 * WARM):
             turn()

@@ -41,6 +41,8 @@ from lightning_memopt.session.judge.states import Running, State
 MIB = 2**20
 SHARE = 0.5
 OBSERVED, PLANNED = 3, 4
+OPTIONS: dict[str, Any] = {"profile_steps": OBSERVED, "solver_seconds": 0.3, "verbose": False}
+"""Bits and peaks are compared, not speed."""
 TIMEOUT = 240.0
 Batch = dict[str, Any]
 
@@ -160,7 +162,7 @@ def _planned(ours: Training, budget: int, beside: int, expected: list[Step]) -> 
     measured: list[int] = []
     states: list[State | None] = []
     with (
-        optimize(ours.model, ours.optimizer, budget=budget + beside, profile_steps=OBSERVED, verbose=False) as run,
+        optimize(ours.model, ours.optimizer, budget=budget + beside, **OPTIONS) as run,
         rounds(lambda: None, states.append),
     ):
         for i, reference in enumerate(expected):
@@ -195,7 +197,7 @@ def _planned(ours: Training, budget: int, beside: int, expected: list[Step]) -> 
 
 def _observed(ours: Training, expected: list[Step]) -> float:
     """The largest share of the unmodified peak that observed steps take where no budget bounds them."""
-    with optimize(ours.model, ours.optimizer, budget="min", profile_steps=OBSERVED, verbose=False):
+    with optimize(ours.model, ours.optimizer, budget="min", **OPTIONS):
         return max(ours.step().peak / expected[i].peak for i in range(2))
 
 

@@ -7,7 +7,8 @@ import re
 import pytest
 from torch import distributed
 
-from tests.cpu.lib.launched import OURS, ROOT, port, ran
+from tests.cpu.lib.launched import OURS, ROOT, forked, port, ran
+from tests.cpu.lib.scripts import Interpreter
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -22,8 +23,8 @@ def loss(printed: str) -> list[str]:
     return re.findall(r"loss ([\d.]+)", printed)
 
 
-def test_one_process() -> None:
-    planned = ran(*OURS, *config("accelerate_single.yaml"), "--cpu", EXAMPLE)
+def test_one_process(interpreter: Interpreter) -> None:
+    planned = ran(*OURS, *config("accelerate_single.yaml"), "--cpu", EXAMPLE, **forked(interpreter))
     assert planned.returncode == 0 and len(loss(planned.stdout)) == 1, planned.stderr
     assert planned.stderr.count("measured peak") == 1 and "40.00 MiB" in planned.stderr
 
@@ -31,10 +32,11 @@ def test_one_process() -> None:
 @pytest.mark.long
 @pytest.mark.skipif(not distributed.is_gloo_available(), reason="no gloo")
 @pytest.mark.skipif(not hasattr(accelerate.Accelerator, "is_fsdp2"), reason="Accelerate without FSDP2")
-def test_two_processes_with_sharded_weights() -> None:
+def test_two_processes_with_sharded_weights(interpreter: Interpreter) -> None:
     """Accelerate is made to shard on the CPU; the loss is that of the plain run, printed to its last digit."""
     command = [*OURS, *config("accelerate_fsdp2.yaml"), *port(), "-m", "tests.cpu.lib.fsdp_on_cpu", EXAMPLE]
-    planned, plain = (ran(*command, timeout=300, ACCELERATE_USE_CPU="true", MEMOPT_DISABLE=disabled) for disabled in ("", "1"))
+    forks = forked(interpreter) | {"ACCELERATE_USE_CPU": "true"}
+    planned, plain = (ran(*command, timeout=300, MEMOPT_DISABLE=disabled, **forks) for disabled in ("", "1"))
     assert planned.returncode == plain.returncode == 0, planned.stderr + plain.stderr
     assert loss(planned.stdout) == loss(plain.stdout) and len(loss(plain.stdout)) == 1
     assert planned.stderr.count("measured peak") == 1 and "ops run again" in planned.stderr

@@ -13,7 +13,7 @@ accelerate = pytest.importorskip("accelerate")
 pytest.importorskip("lightning")
 
 from lightning_memopt.native import install  # noqa: E402
-from tests.cpu.lib.launched import ran  # noqa: E402
+from tests.cpu.lib.launched import forked, ran  # noqa: E402
 
 if not distributed.is_gloo_available():
     pytest.skip("no gloo", allow_module_level=True)
@@ -21,15 +21,16 @@ if not hasattr(accelerate.Accelerator, "is_fsdp2"):
     pytest.skip(f"Accelerate {accelerate.__version__} has no FSDP2", allow_module_level=True)
 
 from tests.cpu.lib.accelerate_sharded import CASES, WORLD  # noqa: E402
+from tests.cpu.lib.scripts import Interpreter  # noqa: E402
 
 pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter) -> list[dict[str, Any]]:
     """What each rank wrote."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    done = ran("tests.cpu.lib.accelerate_sharded", str(folder), timeout=400)
+    done = ran("tests.cpu.lib.accelerate_sharded", str(folder), timeout=400, **forked(interpreter))
     assert done.returncode == 0, done.stderr[-5000:]
     return [json.loads((folder / f"{number}.json").read_text()) for number in range(WORLD)]
 

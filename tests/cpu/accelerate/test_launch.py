@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from lightning_memopt.units import parse_budget
-from tests.cpu.lib.launched import OURS, ROOT, SCRIPTS, STOCK, ran, same
+from tests.cpu.lib.launched import OURS, ROOT, SCRIPTS, STOCK, forked, ran, same
+from tests.cpu.lib.scripts import Interpreter
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -27,14 +28,17 @@ def shown(table: str, row: str) -> int:
 
 
 @pytest.mark.long
-def test_an_unchanged_script_keeps_its_budget_bit_by_bit(tmp_path: Path) -> None:
+def test_an_unchanged_script_keeps_its_budget_bit_by_bit(tmp_path: Path, interpreter: Interpreter) -> None:
     """The stock launcher, ours with flags, and ours as a module under the stock launcher end with the same bits."""
     script = str(SCRIPTS / "nlp_example.py")
     outputs = {name: str(tmp_path / name) for name in ("plain", "ours", "module")}
-    plain = ran(*STOCK, "--cpu", script, "--output", outputs["plain"])
+    forks = forked(interpreter)
+    plain = ran(*STOCK, "--cpu", script, "--output", outputs["plain"], **forks)
     assert plain.returncode == 0 and "MemOpt" not in plain.stdout + plain.stderr, plain.stderr
-    ours = ran(*OURS, "--cpu", "--memopt_budget", "12MiB", "--memopt-profile-steps", "2", script, "--output", outputs["ours"])
-    module = ran(*STOCK, "--cpu", "-m", "lightning_memopt.launch", "--budget", "12MiB", script, "--output", outputs["module"])
+    flags = ("--memopt_budget", "12MiB", "--memopt-profile-steps", "2")
+    ours = ran(*OURS, "--cpu", *flags, script, "--output", outputs["ours"], **forks)
+    launch = ("-m", "lightning_memopt.launch", "--budget", "12MiB")
+    module = ran(*STOCK, "--cpu", *launch, script, "--output", outputs["module"], **forks)
     expected = torch.load(f"{outputs['plain']}.0")
     for name, done in (("ours", ours), ("module", module)):
         assert done.returncode == 0, done.stderr
@@ -100,11 +104,10 @@ def test_the_module_refuses_before_the_script(tmp_path: Path, arguments: list[st
     assert done.returncode == 2 and said in done.stderr and done.stdout == ""
 
 
-def test_torchrun_without_accelerate(tmp_path: Path) -> None:
+def test_torchrun_without_accelerate(tmp_path: Path, interpreter: Interpreter) -> None:
     """A script that never uses Accelerate trains as it does, and a line says so once."""
     (tmp_path / "x.py").write_text("import os; os.write(1, f'rank {os.environ[\"RANK\"]}\\n'.encode())")  # at once: two write
-    done = ran(
-        "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "lightning_memopt.launch", "x.py", cwd=tmp_path
-    )
+    command = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "lightning_memopt.launch", "x.py")
+    done = ran(*command, cwd=tmp_path, **forked(interpreter))
     assert done.returncode == 0 and sorted(re.findall(r"rank \d", done.stdout)) == ["rank 0", "rank 1"], done.stderr
     assert done.stderr.count("nothing was planned") == 1

@@ -14,7 +14,8 @@ pytest.importorskip("accelerate")
 
 from lightning_memopt.integrations import accelerate as front
 from tests.cpu.lib.accelerate_scripts import EARLY, NAMES, TOGETHER, both
-from tests.cpu.lib.launched import OURS, ROOT, SCRIPTS, port, ran, same
+from tests.cpu.lib.launched import OURS, ROOT, SCRIPTS, forked, port, ran, same
+from tests.cpu.lib.scripts import Interpreter
 
 STEADY = ("cv_example", "gradient_accumulation", "checkpointing", "early_stopping", "multi_process_metrics", "local_sgd")
 """Scripts that hold no more in later steps than when the plan was made. Others hold the last batch of an evaluation while they
@@ -43,13 +44,13 @@ def test_one_process(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(not distributed.is_gloo_available(), reason="no gloo")
-def test_two_processes(tmp_path: Path) -> None:
+def test_two_processes(tmp_path: Path, interpreter: Interpreter) -> None:
     """The same scripts in two processes under our launcher and its configuration file, with gloo between them: both ranks end
     as under plain DDP, and each keeps its budget, as predicted.
     """
     ddp = ("--config_file", str(ROOT / "configs" / "accelerate_multi.yaml"), *port())
     command = [*OURS, *ddp, "--memopt_budget", "1GiB", "-m", "tests.cpu.lib.accelerate_scripts", str(tmp_path)]
-    done = ran(*command, timeout=580, ACCELERATE_USE_CPU="true")
+    done = ran(*command, timeout=580, ACCELERATE_USE_CPU="true", **forked(interpreter))
     assert done.returncode == 0, done.stderr[-4000:]
     for rank in range(2):
         facts = json.loads((tmp_path / f"{rank}.json").read_text())
@@ -68,12 +69,13 @@ def test_two_processes(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(not distributed.is_gloo_available() or sys.platform == "win32", reason="no gloo")
-def test_n6_a_launched_script_whose_rank_is_killed(tmp_path: Path) -> None:
+def test_n6_a_launched_script_whose_rank_is_killed(tmp_path: Path, interpreter: Interpreter) -> None:
     """The launcher ends the other rank at once, and names the one that was killed; no process and no file is left."""
     (tmp_path / "temporary").mkdir()
     ddp = ("--multi_gpu", "--num_processes", "2", "--num_machines", "1", *port())
     command = [*OURS, *ddp, "--memopt_budget", "1GiB", str(SCRIPTS / "interrupted.py"), str(tmp_path)]
-    done = ran(*command, timeout=300, ACCELERATE_USE_CPU="true", TMPDIR=str(tmp_path / "temporary"))
+    environment = forked(interpreter) | {"ACCELERATE_USE_CPU": "true", "TMPDIR": str(tmp_path / "temporary")}
+    done = ran(*command, timeout=300, **environment)
     assert done.returncode != 0 and "rank      : 1" in done.stderr and "SIGKILL" in done.stderr, done.stderr[-4000:]
     pids = [int((tmp_path / f"{rank}.pid").read_text()) for rank in range(2)]
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]

@@ -9,8 +9,14 @@ import pytest
 pytest.importorskip("transformers")
 
 from benchmarks.cost import attached
+from tests.cpu.lib.scripts import Interpreter
 
 pytestmark = pytest.mark.long
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch, interpreter: Interpreter) -> None:
+    interpreter.stands_in(monkeypatch, "transformers.models.gpt2.modeling_gpt2")
 
 
 def test_a_start_is_counted_up_to_the_first_steady_planned_step() -> None:

@@ -17,8 +17,9 @@ from benchmarks.robustness.samples import EVERY, NAMES
 from benchmarks.robustness.soaking.draws import AT_HEAD, LATE, PLACES, READS, RESTARTS, Step, draw
 from benchmarks.robustness.soaking.loop import PARTS, Loop, ctrl_c
 from benchmarks.robustness.soaking.measured import COMBINATIONS
+from tests.cpu.lib.scripts import Interpreter
 
-STEPS = 100
+STEPS = RESTARTS[0] + 10
 
 
 def test_the_draws_have_everything() -> None:
@@ -66,9 +67,9 @@ def test_a_fault_is_raised_and_the_loop_goes_on(tmp_path: Path, head: bool) -> N
 
 @pytest.mark.long
 @pytest.mark.real_times
-def test_a_short_soak(tmp_path: Path) -> None:
+def test_a_short_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreter: Interpreter) -> None:
     """Through a restart and faults: the same bits after every step, and steps that ran as planned."""
-    assert RESTARTS[0] < STEPS
+    interpreter.stands_in(monkeypatch)
     result = soak.soaked("early updates", 0, STEPS, tmp_path)
     assert result["different"] == 0, result["first"]
     assert result["hooks_left"] == 0 and result["growth"] == {}
@@ -77,8 +78,9 @@ def test_a_short_soak(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.real_times
-def test_a_short_soak_in_tiles(tmp_path: Path) -> None:
+def test_a_short_soak_in_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreter: Interpreter) -> None:
     """Batches of several shapes, whose logits are read, and at which steps fail: the same bits, and most plans in tiles."""
+    interpreter.stands_in(monkeypatch)
     result = soak.soaked("tiles", 0, STEPS, tmp_path)
     assert result["different"] == 0, result["first"]
     assert result["hooks_left"] == 0

@@ -9,17 +9,21 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import lightning_memopt
+from tests.cpu.lib.scripts import NEEDS, OURS_NEED, Interpreter
 
 ROOT = Path(lightning_memopt.__file__).parents[1]
 SCRIPTS = ROOT / "tests" / "cpu" / "accelerate" / "scripts"
 STOCK = ("accelerate.commands.accelerate_cli", "launch")
 OURS = ("lightning_memopt.integrations.accelerate_cli", "launch")
+
+OPTIONAL = ("transformers.models.gpt2.modeling_gpt2",) if find_spec("transformers") else ()
 
 
 def free_port() -> int:
@@ -33,8 +37,18 @@ def port() -> list[str]:
     return ["--main_process_port", str(free_port())]
 
 
-def ran(*command: str, timeout: int = 120, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def forked(interpreter: Interpreter) -> dict[str, str]:
+    """Options of `ran`: processes, also those that a launcher starts, are forked from one that has made their imports."""
+    needs = *OURS_NEED, "torch.distributed.launcher.api", "torch.distributed.fsdp", "accelerate.commands.launch", *OPTIONAL
+    return {"python": interpreter.executable, NEEDS: " ".join(needs)}
+
+
+def ran(
+    *command: str, timeout: int = 120, cwd: Path | None = None, python: str = sys.executable, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """`python -m command`, with what it printed and its exit code. A process that does not end is ended, with its children.
+
+    python: what runs the command and, where it starts others, those.
 
     Launchers start their processes in sessions of their own: only the launcher can end them, and does so on SIGTERM.
     """
@@ -43,7 +57,7 @@ def ran(*command: str, timeout: int = 120, cwd: Path | None = None, **environmen
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HOME": "/nonexistent"} | environment
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", *command],
+        [python, "-W", "ignore", "-m", *command],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=cwd, start_new_session=True,
     )  # fmt: skip
     try:

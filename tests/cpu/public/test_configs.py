@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
@@ -19,6 +17,7 @@ pytest.importorskip("sklearn")
 
 from examples import lightning_cli, plain_loop
 from lightning_memopt import MemOptBatchScaler, MemOptConfig, MemOptStrategy
+from tests.cpu.lib.scripts import Interpreter
 
 pytestmark = pytest.mark.long
 
@@ -50,24 +49,23 @@ def trained_by_lightning_cli(path: Path) -> MemOptStrategy:
     return strategy
 
 
-def rebuilds(path: Path) -> None:
+def rebuilds(path: Path, interpreter: Interpreter) -> None:
     assert trained_by_lightning_cli(path).status().plan.predicted.rebuilt_ops > 0  # type: ignore[union-attr]
 
 
-def parks(path: Path) -> None:
+def parks(path: Path, interpreter: Interpreter) -> None:
     assert trained_by_lightning_cli(path).status().plan.predicted.moved_nbytes > 0  # type: ignore[union-attr]
 
 
-def finds_a_larger_batch(path: Path) -> None:
+def finds_a_larger_batch(path: Path, interpreter: Interpreter) -> None:
     trainer: Any = trained_by_lightning_cli(path).lightning_module.trainer  # type: ignore[union-attr]
     (scaler,) = (callback for callback in trainer.callbacks if isinstance(callback, MemOptBatchScaler))
     assert scaler.result is not None and scaler.result.size > 64
 
 
-def trains_in_two_processes(path: Path) -> None:
-    command = [sys.executable, "-m", "examples.lightning_cli", "fit", "--config", str(path), *QUIET]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+def trains_in_two_processes(path: Path, interpreter: Interpreter) -> None:
+    command = ("-m", "examples.lightning_cli", "fit", "--config", str(path), *QUIET)
+    done = interpreter.run(*command, cwd=Path(), needs=("torch._dynamo", "lightning.pytorch.cli", "sklearn.datasets"))
     printed = done.stdout + done.stderr
     assert done.returncode == 0 and "plan in force" in printed, printed
     assert printed.count("measured peak") == 1 and "the budget is not kept" not in printed, printed
@@ -90,9 +88,11 @@ def test_every_config_has_a_test() -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_config_trains_within_its_budget(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_trains_within_its_budget(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreter: Interpreter
+) -> None:
     monkeypatch.chdir(tmp_path)  # LightningCLI writes the whole configuration
-    RUNS[name](CONFIGS / name)
+    RUNS[name](CONFIGS / name, interpreter)
 
 
 def test_the_first_config_has_every_option() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -22,10 +21,13 @@ from tests.distributions import faults_of_wheel
 ROOT = Path(__file__).parents[3]
 
 
+NEEDS = "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.launcher.api", "lightning.pytorch", "sklearn.datasets"
+
+
 @pytest.mark.long
-def test_a_quick_demo(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lightning_memopt.cli", "demo", "--quick", "--folder", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=500)
+def test_a_quick_demo(tmp_path: Path, interpreter: Interpreter) -> None:
+    command = ("-m", "lightning_memopt.cli", "demo", "--quick", "--folder", str(tmp_path))
+    done = interpreter.run(*command, cwd=tmp_path, needs=NEEDS, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     outcomes = json.loads((tmp_path / "summary.json").read_text())["workloads"]
     assert [o["name"] for o in outcomes] == ["digits", "chargpt"]
@@ -34,7 +36,7 @@ def test_a_quick_demo(tmp_path: Path) -> None:
         assert outcome["losses_identical"]
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 EXAMPLES: dict[str, list[str]] = {
     "plain_loop": ["-m", "examples.plain_loop"],
     "lightning_trainer": ["-m", "examples.lightning_trainer"],
@@ -46,8 +48,7 @@ EXAMPLES: dict[str, list[str]] = {
     "offload_disk": ["-m", "examples.offload_disk"],
     "plan_offline": ["-m", "examples.plan_offline"],
 }
-"""Example -> the command that runs it, or the arguments of Python."""
-NEEDS = ("torch._dynamo", "lightning.pytorch", "sklearn.datasets")
+"""Example -> the arguments of Python that run it."""
 NOT_SHORT = {"__init__", "chargpt", "demo", "digits", "training"}
 """What `memopt demo` runs, and what the two trainings share."""
 RUN_ELSEWHERE = {"accelerate_script", "transformers_trainer", "peft_lora"}
@@ -63,19 +64,14 @@ def test_every_example_has_a_test() -> None:
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in EXAMPLES])
 def test_an_example_runs(name: str, tmp_path: Path, interpreter: Interpreter) -> None:
     """Each short example ends by itself and prints the table; its output files go where it was started."""
-    command = EXAMPLES[name]
-    if command[0] == "-m":
-        done = interpreter.run(*command, cwd=tmp_path, needs=NEEDS)
-    else:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    done = interpreter.run(*EXAMPLES[name], cwd=tmp_path, needs=NEEDS)
     printed = done.stdout + done.stderr
     assert done.returncode == 0, printed
     assert "measured peak" in printed and "unmodified peak" in printed
     assert name not in COMPARES or re.search("losses identical to .*: True", done.stdout)
 
 
-def test_a_wheel_has_the_examples(tmp_path: Path) -> None:
+def test_a_wheel_has_the_examples(tmp_path: Path, interpreter: Interpreter) -> None:
     """setup.py puts the folder into the package, and there `memopt demo` imports it; the wheel has all files, and no others."""
     pytest.importorskip("setuptools")
     for name in ("lightning_memopt", "examples"):
@@ -90,7 +86,7 @@ def test_a_wheel_has_the_examples(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         assert {name.split("/")[0] for name in file.namelist()} == {"lightning_memopt", "lightning_memopt-0.1.0.dist-info"}
         file.extractall(tmp_path / "installed")
-    where = "from lightning_memopt.cli import _example; print(_example('demo').__name__)"
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
-    done = subprocess.run([sys.executable, "-c", where], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    where = f"import sys; sys.path.insert(0, {str(tmp_path / 'installed')!r})"
+    where += "; from lightning_memopt.cli import _example; print(_example('demo').__name__)"
+    done = interpreter.run("-c", where, cwd=tmp_path, needs=NEEDS)
     assert done.stdout == "lightning_memopt.examples.demo\n", done.stderr

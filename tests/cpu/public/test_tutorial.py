@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cpu.lib.scripts import Interpreter
+
 pytest.importorskip("lightning")
 
 pytestmark = pytest.mark.long
@@ -77,7 +79,10 @@ def stable(line: str) -> str:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_a_page_prints_what_it_says(path: Path, tmp_path: Path) -> None:
+def test_a_page_prints_what_it_says(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreter: Interpreter
+) -> None:
+    interpreter.stands_in(monkeypatch, "lightning.pytorch")
     page = blocks(path.read_text())
     assert page and any(block.printed for block in page)
     for block, actual in zip(page, run(page, tmp_path), strict=True):
