@@ -27,6 +27,7 @@ from lightning_memopt.solvers.rollout import keep_all
 from lightning_memopt.torch_private import FAKE, fake_store
 from tests.cpu.fitting.test_answer import config
 from tests.cpu.lib.fit_ranks import CASES, WORLD, Odd, odd
+from tests.cpu.lib.scripts import Interpreter
 from tests.cpu.lib.sharded import Language
 from tests.cpu.lib.written import needs_gloo, of_ranks
 
@@ -37,8 +38,8 @@ _KERNELS = 1024
 
 
 @pytest.fixture(scope="module")
-def computed_by_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return of_ranks(WORLD, "fit_ranks", tmp_path_factory.mktemp("ranks"), timeout=300)
+def computed_by_ranks(tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter) -> list[dict[str, Any]]:
+    return of_ranks(WORLD, "fit_ranks", tmp_path_factory.mktemp("ranks"), timeout=300, by=interpreter)
 
 
 def hooks(graph: Graph) -> list[int]:

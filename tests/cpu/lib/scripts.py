@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -24,11 +25,13 @@ class Interpreter:
         command = [sys.executable, "-m", "tests.cpu.lib.scripts"]
         self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def run(self, *arguments: str, cwd: Path, needs: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-        """`needs`: modules that are imported first, and stay for later scripts."""
+    def run(
+        self, *arguments: str, cwd: Path, needs: tuple[str, ...] = (), seconds: int = 200
+    ) -> subprocess.CompletedProcess[str]:
+        """`needs`: modules that are imported first, and stay for later scripts. `seconds`: after them, it is killed."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with tempfile.TemporaryDirectory() as folder:
-            self._process.stdin.write(json.dumps([arguments, str(cwd), folder, needs]) + "\n")
+            self._process.stdin.write(json.dumps([arguments, str(cwd), folder, needs, seconds]) + "\n")
             self._process.stdin.flush()
             code = int(self._process.stdout.readline())
             out, err = (Path(folder, name).read_bytes().decode() for name in ("out", "err"))  # as they are, "\r" too
@@ -44,19 +47,23 @@ def _in_turn() -> list[str] | None:
     They are not processes of `multiprocessing`: those end without the end of the interpreter.
     """
     for line in sys.stdin:
-        arguments, cwd, folder, needs = json.loads(line)
+        arguments, cwd, folder, needs, seconds = json.loads(line)
         for need in needs:
             importlib.import_module(need)
         gc.freeze()  # each session collects garbage: not of all that was imported
         child = os.fork()
         if child == 0:
-            signal.alarm(200)  # one that hangs is killed
+            signal.alarm(seconds)
+            os.setsid()
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             for stream, name in ((1, "out"), (2, "err")):
                 os.dup2(os.open(Path(folder, name), os.O_CREAT | os.O_WRONLY | os.O_APPEND), stream)
             os.chdir(cwd)
             return arguments
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # what it started, and left
+        print(code, flush=True)
     return None
 
 
