@@ -178,7 +178,7 @@ def test_blocks_are_those_of_the_outermost_lists() -> None:
 
 def test_mixed_precision_gathers_half_of_the_bytes(tmp_path: Path) -> None:
     """With FSDP2, weights are gathered in bfloat16, not under autocast in float32."""
-    folder = str(config(tmp_path, n_embd=512, n_layer=4, vocab_size=512, n_positions=64))
+    folder = str(config(tmp_path, n_embd=512, n_layer=2, vocab_size=512, n_positions=64))
     peaks = {
         dtype: lightning_memopt.fit(folder, ["1GiB"], (4,), batch=1, length=16, dtype=dtype).purposes["weights"]
         for dtype in ("fp32", "mixed-bf16")
