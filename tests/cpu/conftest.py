@@ -31,6 +31,9 @@ from tests.cpu.lib.times import OfMachine, given
 os.environ["MEMOPT_CACHE"] = "0"  # no test begins with the plans of another one
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
 torch.set_num_threads(1)  # more only wait for each other on tensors this small
+for kind in (torch.cuda, torch.xpu, torch.mtia):
+    if not kind.is_available():  # torch.manual_seed formats the stack, to seed this kind later: milliseconds each time
+        kind.manual_seed_all = lambda seed: None
 
 # Sessions install both. Tests without a session have them too, whatever ran before.
 install_native(print)
@@ -59,6 +62,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def interpreter() -> Iterator[Interpreter]:
     """Runs scripts as users start them, with imports that are made once."""
+    interpreter = Interpreter()
+    yield interpreter
+    interpreter.close()
+
+
+@pytest.fixture(scope="session")
+def package_interpreter() -> Iterator[Interpreter]:
+    """Another one, for modules of ours: it has imported the package, too, which scripts of users import themselves."""
     interpreter = Interpreter()
     yield interpreter
     interpreter.close()

@@ -27,6 +27,7 @@ from lightning_memopt.solvers.rollout import keep_all
 from lightning_memopt.torch_private import FAKE, fake_store
 from tests.cpu.fitting.test_answer import config
 from tests.cpu.lib.fit_ranks import CASES, WORLD, Odd, odd
+from tests.cpu.lib.scripts import Interpreter
 from tests.cpu.lib.sharded import Language
 from tests.cpu.lib.written import needs_gloo, of_ranks
 
@@ -37,8 +38,8 @@ _KERNELS = 1024
 
 
 @pytest.fixture(scope="module")
-def computed_by_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return of_ranks(WORLD, "fit_ranks", tmp_path_factory.mktemp("ranks"), timeout=300)
+def computed_by_ranks(tmp_path_factory: pytest.TempPathFactory, package_interpreter: Interpreter) -> list[dict[str, Any]]:
+    return of_ranks(WORLD, "fit_ranks", tmp_path_factory.mktemp("ranks"), timeout=300, by=package_interpreter)
 
 
 def hooks(graph: Graph) -> list[int]:
@@ -177,7 +178,7 @@ def test_blocks_are_those_of_the_outermost_lists() -> None:
 
 def test_mixed_precision_gathers_half_of_the_bytes(tmp_path: Path) -> None:
     """With FSDP2, weights are gathered in bfloat16, not under autocast in float32."""
-    folder = str(config(tmp_path, n_embd=512, n_layer=4, vocab_size=512, n_positions=64))
+    folder = str(config(tmp_path, n_embd=512, n_layer=2, vocab_size=512, n_positions=64))
     peaks = {
         dtype: lightning_memopt.fit(folder, ["1GiB"], (4,), batch=1, length=16, dtype=dtype).purposes["weights"]
         for dtype in ("fp32", "mixed-bf16")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.cpu.lib.ranks_sizes import LARGEST, SAMPLES, SCALED
+from tests.cpu.lib.scripts import Interpreter
 from tests.cpu.lib.two_ranks import WORLD, WRAPPERS
 from tests.cpu.lib.written import needs_gloo, of_ranks
 
@@ -14,9 +15,9 @@ pytestmark = needs_gloo
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory, package_interpreter: Interpreter) -> list[dict[str, Any]]:
     """What each rank wrote. No rank hangs: both end, and well."""
-    return of_ranks(WORLD, "two_ranks", tmp_path_factory.mktemp("ranks"), timeout=500)
+    return of_ranks(WORLD, "two_ranks", tmp_path_factory.mktemp("ranks"), timeout=500, by=package_interpreter)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -26,12 +26,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memopt import optimize
 from lightning_memopt.ranks import board, ranks
+from lightning_memopt.session import times
 from lightning_memopt.session.ranks import shared_plan
 from lightning_memopt.session.solve import solving
 from lightning_memopt.trace import count_all
 from tests.cpu.lib.forked import forked
 from tests.cpu.lib.launched import free_port
 from tests.cpu.lib.process import digest
+from tests.cpu.lib.times import OfOps
 
 STEPS = 8
 PATIENT_SECONDS = 3.0
@@ -218,4 +220,5 @@ def main(folder: Path, names: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    times.current = OfOps()
     sys.exit(main(Path(sys.argv[1]), sys.argv[2:] or list(CASES)))

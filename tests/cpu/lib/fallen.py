@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memopt import MemOptDDPStrategy, MemOptModelParallelStrategy, optimize
 from lightning_memopt.ranks import board, ranks
+from lightning_memopt.session import times
 from lightning_memopt.session.ranks import shared_plan
 from lightning_memopt.session.solve import solving
 from tests.cpu.lib import fits, sharded
@@ -35,6 +36,7 @@ from tests.cpu.lib.deciding_ranks import PATIENT_SECONDS
 from tests.cpu.lib.forked import forked
 from tests.cpu.lib.launched import SCRIPTS, free_port
 from tests.cpu.lib.loops import batches, installed
+from tests.cpu.lib.times import OfOps
 
 STEPS, OBSERVED = 4, 2
 KILLS = ("observing", "solving", "running")
@@ -174,4 +176,5 @@ def main(folder: Path, cases: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    times.current = OfOps()
     sys.exit(main(Path(sys.argv[1]), sys.argv[2:] or list(CASES)))

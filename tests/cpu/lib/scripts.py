@@ -74,12 +74,12 @@ class Interpreter:
             self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, pass_fds=[server.fileno()])
 
     def run(
-        self, *arguments: str, cwd: Path, needs: tuple[str, ...] = (), timeout: float = 200
+        self, *arguments: str, cwd: Path, needs: tuple[str, ...] = (), seconds: float = 200
     ) -> subprocess.CompletedProcess[str]:
-        """`needs`: modules that are imported first, and stay for later scripts."""
+        """`needs`: modules that are imported first, and stay for later scripts. `seconds`: after them, it is killed."""
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", NEEDS: " ".join((*OURS_NEED, *needs))}
         command = [self.executable, *arguments]
-        done = subprocess.run(command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout)
+        done = subprocess.run(command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
         out, err = done.stdout.decode(), done.stderr.decode()  # as they are, "\r" too
         return subprocess.CompletedProcess(arguments, done.returncode, out, err)
 
@@ -125,11 +125,11 @@ def _in_turn(server: socket.socket) -> list[str] | None:
             if sys.stdin in sources:
                 signal.set_wakeup_fd(-1)
                 for pid in running:
-                    os.kill(pid, signal.SIGKILL)
+                    _kill(pid)
                 return None
             for pid, client in list(running.items()):
                 if client in sources:  # who started it was killed
-                    os.kill(pid, signal.SIGKILL)
+                    _kill(pid)
                     ready.unregister(client)
             if ended in sources:
                 with contextlib.suppress(BlockingIOError):
@@ -160,11 +160,18 @@ def _in_turn(server: socket.socket) -> list[str] | None:
                     client.sendall(pid.to_bytes(8, "big"))
 
 
+def _kill(pid: int) -> None:
+    """End a process and all that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
 def _reap(running: dict[int, socket.socket], ready: selectors.BaseSelector) -> None:
     """Say of each process that has ended how it ended."""
     for pid, client in list(running.items()):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
+            _kill(pid)
             with contextlib.suppress(KeyError):
                 ready.unregister(client)
             with contextlib.suppress(BrokenPipeError):
@@ -182,6 +189,7 @@ def _arrive(streams: list[int], arguments: list[str], cwd: str, environment: dic
         now.reconfigure(line_buffering=name == "stderr")
         setattr(sys, name, now)
         setattr(sys, f"__{name}__", now)
+    os.setsid()  # what it starts, and leaves, ends with it
     os.chdir(cwd)
     os.environ.clear()
     os.environ |= environment

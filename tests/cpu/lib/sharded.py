@@ -35,11 +35,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memopt import MemOptModelParallelStrategy, optimize
 from lightning_memopt.errors import MemOptError
 from lightning_memopt.native import counter
+from lightning_memopt.session import times
 from lightning_memopt.trace import count_all
 from tests.cpu.lib.forked import failed, forked
 from tests.cpu.lib.process import digest
 from tests.cpu.lib.said import listening
 from tests.cpu.lib.settled import settles
+from tests.cpu.lib.times import OfOps
 
 WIDTH, LENGTH, BATCH, WORDS, STEPS = 32, 24, 8, 64, 4
 
@@ -392,6 +394,7 @@ def rank(number: int, world: int, folder: Path, cases: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    times.current = OfOps()
     world = int(sys.argv[2])
     arguments = [(number, world, Path(sys.argv[1]), sys.argv[3:] or [*CASES, *OTHERS]) for number in range(world)]
     sys.exit(failed(forked(rank, arguments)))

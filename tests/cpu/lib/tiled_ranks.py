@@ -29,11 +29,13 @@ from torch.utils._pytree import tree_map
 
 from lightning_memopt import optimize
 from lightning_memopt.runtime.tiles import Proof, proof
+from lightning_memopt.session import times
 from lightning_memopt.session.tiling import Tiling
 from lightning_memopt.torch_private import local_tensor
 from tests.cpu.lib.forked import failed, forked
 from tests.cpu.lib.gloo import join
 from tests.cpu.lib.process import digest
+from tests.cpu.lib.times import OfOps
 from tests.cpu.tiles.language_model import CLASSES, LanguageModel
 
 WORLD, STEPS, BATCH, TOKENS = 2, 9, 4, 64
@@ -299,5 +301,6 @@ def member(group: str, number: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    times.current = OfOps()
     members = [(group, rank, Path(sys.argv[1])) for group in sys.argv[2:] for rank in range(WORLD)]
     sys.exit(failed(forked(member, members, seconds=300)))

@@ -37,6 +37,19 @@ RATES = MachineRates(
 )
 
 
+class OfOps(Times):
+    """What ops take is measured, by each process for itself. What takes a second to measure is known."""
+
+    def of_our_work(self, measure: Callable[[], Costs]) -> Costs:
+        return COSTS  # type: ignore[return-value]
+
+    def of_early_update(self, measure: Callable[[], float]) -> float:
+        return EARLY_UPDATE_SECONDS
+
+    def of_transfers(self, measure: Callable[[], MachineRates]) -> MachineRates:
+        return RATES
+
+
 class Known(Times):
     """The same on every machine: seconds of an op by what it reads, makes and computes."""
 

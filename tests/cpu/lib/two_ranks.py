@@ -30,6 +30,7 @@ from lightning_memopt import (
     MemOptStrategy,
     optimize,
 )
+from lightning_memopt.session import times
 from lightning_memopt.strategies import MemOptMixin
 from tests.cpu.lib.early import counted
 from tests.cpu.lib.fits import Task, trainer_of
@@ -38,6 +39,7 @@ from tests.cpu.lib.loops import batches
 from tests.cpu.lib.process import digest, model_of
 from tests.cpu.lib.ranks_sizes import searches
 from tests.cpu.lib.said import listening
+from tests.cpu.lib.times import OfOps
 
 WORLD, STEPS = 2, 5
 
@@ -231,4 +233,5 @@ def rank(number: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    times.current = OfOps()
     sys.exit(failed(forked(rank, [(number, Path(sys.argv[1])) for number in range(WORLD)])))

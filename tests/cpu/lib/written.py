@@ -11,24 +11,34 @@ import pytest
 from torch import distributed
 
 from tests.cpu.lib.launched import ROOT, ran
+from tests.cpu.lib.scripts import Interpreter
 
 needs_gloo = pytest.mark.skipif(
     not distributed.is_available() or not distributed.is_gloo_available() or sys.platform == "win32", reason="no gloo"
 )
 
 
-def written(module: str, folder: Path, *arguments: str, timeout: int, **environment: str) -> dict[str, Any]:
+def written(
+    module: str, folder: Path, *arguments: str, timeout: int, by: Interpreter | None = None, **environment: str
+) -> dict[str, Any]:
     """The contents of every `FOLDER/NAME.json`, by name, after `python -m tests.cpu.lib.MODULE FOLDER ARGUMENTS` ended well.
 
     Args:
         timeout: seconds. After them all processes are killed, and the test fails.
+        by: has the imports already, or makes them for the modules to come. It has an environment of its own.
     """
-    done = ran(f"tests.cpu.lib.{module}", str(folder), *arguments, timeout=timeout, cwd=ROOT, **environment)
+    name = f"tests.cpu.lib.{module}"
+    if by is None:
+        done = ran(name, str(folder), *arguments, timeout=timeout, cwd=ROOT, **environment)
+    else:
+        done = by.run("-m", name, str(folder), *arguments, cwd=ROOT, needs=(name,), seconds=timeout)
     assert done.returncode == 0, done.stderr[-5000:]
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
-def of_ranks(world: int, module: str, folder: Path, *arguments: str, timeout: int) -> list[dict[str, Any]]:
+def of_ranks(
+    world: int, module: str, folder: Path, *arguments: str, timeout: int, by: Interpreter | None = None
+) -> list[dict[str, Any]]:
     """As `written`, where rank r writes `FOLDER/r.json`: what each rank wrote."""
-    contents = written(module, folder, *arguments, timeout=timeout)
+    contents = written(module, folder, *arguments, timeout=timeout, by=by)
     return [contents[str(rank)] for rank in range(world)]

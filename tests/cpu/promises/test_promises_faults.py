@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -65,12 +65,14 @@ def calls() -> Iterator[dict[str, CodeType]]:
 
 @contextlib.contextmanager
 def raising(code: CodeType, error: type[BaseException]) -> Iterator[list[str]]:
-    """The first call of the function in this block raises, before it does anything. The list is empty until it did."""
+    """The first call of the function in this block raises, before it does anything. The list is empty until it did; then it
+    has the `repr` of the error, which itself would hold what the frames of the step hold.
+    """
     fired: list[str] = []
 
     def fire(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_code is code and not fired:
-            fired.append(name_of(code))
+            fired.append(repr(error(name_of(code))))
             raise error(name_of(code))
 
     in_both_threads(lambda: sys.setprofile(fire))
@@ -113,7 +115,9 @@ class Bench:
                         self.problems.append(f"{name}: {type(e).__name__} instead of {error.__name__}: {e}")
                     seen += 1
                     break
-        if fired and not seen:
+        if not fired:
+            return  # it is not called in each step
+        if not seen:
             self.problems.append(f"{name}: {error.__name__} was lost")
         if at_once and installed() != before:
             self.problems.append(f"{name}: {error.__name__} left something of ours")
@@ -206,68 +210,108 @@ def test_p10_p12_faults_in_observed_steps() -> None:
     assert not b.problems, "\n".join(b.problems)
 
 
-def life(code: CodeType | None = None, error: type[BaseException] | None = None) -> list[str]:
-    """Three steps of a run from its making to its end, the first fault in it caught and its step done again: what is wrong."""
-    model, twin = small(depth=2), small(depth=2)
-    optimizer, other = sgd(model), sgd(twin)
-    problems, seen, before = [], 0, (installed(), sys.unraisablehook)
-    attributes = [sorted(vars(m)) for m in model.modules()]
+@pytest.fixture(scope="module")
+def plainly() -> list[list[torch.Tensor]]:
+    """What each of three plain steps leaves."""
+    model = small(depth=2)
+    optimizer = sgd(model)
+    torch.manual_seed(3)
+    return [(step(model, optimizer, DATA), Kept(model, optimizer).now())[1] for _ in range(3)]
 
-    def caught(e: BaseException) -> None:
-        nonlocal seen
-        seen += 1
-        if code is None or type(e) is not error or str(e) != name_of(code):
-            problems.append(repr(e))
+
+During = Callable[[int], contextlib.AbstractContextManager[list[str]]]
+"""A block around a moment of a life, with the errors that are raised in it. The first moment is the making of the run, the last
+one its end, and those between are its steps.
+"""
+MOMENTS = 5
+
+
+def life(plainly: list[list[torch.Tensor]], during: During) -> list[str]:
+    """Three steps of a run from its making to its end, each fault in it caught and its step done again: what is wrong.
+    A moment has no fault of its own while an earlier one has not come yet.
+    """
+    model = small(depth=2)
+    optimizer = sgd(model)
+    problems, before = list[str](), (installed(), sys.unraisablehook)
+    attributes = [sorted(vars(m)) for m in model.modules()]
+    due = list[str]()
+    stack = contextlib.ExitStack()
+
+    def went(moment: int, call: Callable[[], Any]) -> Any:
+        nonlocal due
+        try:
+            with contextlib.nullcontext(due) if due else during(moment) as due:
+                return call()
+        except BaseException as e:
+            if [repr(e)] != due:
+                problems.append(repr(e))
+            due = []
+            return None
 
     torch.manual_seed(3)
-    try:
-        with optimize(model, optimizer, verbose=False, **PLANNED) as run:
-            for i in range(3):
-                kept, plain = Kept(model, optimizer), Kept(twin, other)
-                plain.state, plain.rng = kept.state, kept.rng
-                plain.back()
-                step(twin, other, DATA)
-                expected = plain.now()
-                torch.set_rng_state(kept.rng)
-                try:
-                    step(model, optimizer, DATA)
-                except BaseException as e:
-                    caught(e)
-                    kept.back()
-                    step(model, optimizer, DATA)
-                if not all(map(torch.equal, kept.now(), expected)):
-                    problems.append(f"other bits in step {i}")
-            if run.plan is None:
-                problems.append("no plan")
-    except BaseException as e:
-        caught(e)
-    if code is not None and not seen:
-        problems.append("was lost")
+    run = went(0, lambda: stack.enter_context(optimize(model, optimizer, verbose=False, **PLANNED)))
+    if run is not None:
+        for i, expected in enumerate(plainly, start=1):
+            kept = Kept(model, optimizer)
+            if went(i, lambda: step(model, optimizer, DATA)) is None:
+                kept.back()
+                step(model, optimizer, DATA)
+            if not all(map(torch.equal, Kept(model, optimizer).now(), expected)):
+                problems.append(f"other bits in step {i}")
+        if run.plan is None:
+            problems.append("no plan")
+        went(MOMENTS - 1, stack.close)
+    problems += [f"{error} was lost" for error in due]
     if (installed(), sys.unraisablehook) != before or attributes != [sorted(vars(m)) for m in model.modules()]:
         problems.append("left something of ours")
     return problems
 
 
+def life_with_faults(plainly: list[list[torch.Tensor]], waiting: list[list[CodeType]], error: type[BaseException]) -> list[str]:
+    """A life in which the first function that waits in each moment raises, and does not wait any more: what is wrong."""
+    tried = list[str]()
+
+    @contextlib.contextmanager
+    def faulty(moment: int) -> Iterator[list[str]]:
+        if not waiting[moment]:
+            yield []
+            return
+        code = waiting[moment].pop(0)
+        tried.append(name_of(code))
+        with raising(code, error) as fired:
+            yield fired
+
+    return [f"{tried}, {error.__name__}: {problem}" for problem in life(plainly, faulty)]
+
+
 @pytest.mark.long
-def test_p10_p12_faults_at_every_transition() -> None:
+def test_p10_p12_faults_at_every_transition(plainly: list[list[torch.Tensor]]) -> None:
     """In the making of a run, its first steps, profiling, solving, the first planned step, and its end: none is lost, none
-    leaves anything, and every step that is done again is exact.
+    leaves anything, and every step that is done again is exact. A run has a fault in each of its moments.
     """
-    assert life() == []
     known = set()
     for options in (lambda: PLANNED, observing):
         _, found, stack = steady(options())
         stack.close()
         known |= found.keys()
-    with calls() as found:
-        life()
-    assert KEY["life"] <= names(found)
-    problems = []
-    for k, (name, code) in enumerate(found.items()):
-        data = name.startswith(("graph/", "plan/", "solvers/", "units"))  # they touch nothing: two stand for all
-        if name in known or (data and code.co_name not in ("solve", "lower")):
-            continue
-        error = error_of(k)
-        with raising(code, error) as fired:
-            problems += [f"{name}, {error.__name__}: {problem}" for problem in life(code, error) if fired]
+    moments: list[dict[str, CodeType]] = []
+
+    @contextlib.contextmanager
+    def seen(_: int) -> Iterator[list[str]]:
+        with calls() as found:
+            yield []
+        moments.append(found)
+
+    assert life(plainly, seen) == [] and len(moments) == MOMENTS
+    assert KEY["life"] <= set().union(*map(names, moments))
+    waiting = []
+    for found in moments:
+        data = {name for name in found if name.startswith(("graph/", "plan/", "solvers/", "units"))}  # they touch nothing:
+        data = {name for name in data if found[name].co_name not in ("solve", "lower")}  # two stand for all
+        waiting.append([code for name, code in found.items() if name not in known | data])
+        known |= found.keys()
+    problems, lives = list[str](), 0
+    while any(waiting):
+        problems += life_with_faults(plainly, waiting, error_of(lives))
+        lives += 1
     assert not problems, "\n".join(problems)

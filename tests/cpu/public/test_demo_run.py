@@ -27,7 +27,7 @@ NEEDS = "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.launcher.a
 @pytest.mark.long
 def test_a_quick_demo(tmp_path: Path, interpreter: Interpreter) -> None:
     command = ("-m", "lightning_memopt.cli", "demo", "--quick", "--folder", str(tmp_path))
-    done = interpreter.run(*command, cwd=tmp_path, needs=NEEDS, timeout=500)
+    done = interpreter.run(*command, cwd=tmp_path, needs=NEEDS, seconds=500)
     assert done.returncode == 0, done.stdout + done.stderr
     outcomes = json.loads((tmp_path / "summary.json").read_text())["workloads"]
     assert [o["name"] for o in outcomes] == ["digits", "chargpt"]

@@ -9,6 +9,7 @@ import pytest
 from lightning_memopt.native import counter
 from lightning_memopt.trace import count_all
 from tests.cpu.lib.compiled_ranks import PATIENT_SECONDS, WORLD
+from tests.cpu.lib.scripts import Interpreter
 from tests.cpu.lib.written import needs_gloo, written
 
 pytestmark = [needs_gloo, pytest.mark.long]
@@ -18,12 +19,13 @@ FAILING = "raises_on_0", "raises_on_1"
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory, package_interpreter: Interpreter) -> dict[str, list[Outcome]]:
     """What each rank wrote, by group of cases. No rank hung."""
     count_all(lambda _: None)
     if counter() is None:
         pytest.skip("bytes of compiled code are counted by the native counter, which needs a C++ compiler, as Inductor does")
-    found = written("compiled_ranks", tmp_path_factory.mktemp("ranks"), TOGETHER, *FAILING, timeout=500)
+    folder = tmp_path_factory.mktemp("ranks")
+    found = written("compiled_ranks", folder, TOGETHER, *FAILING, timeout=500, by=package_interpreter)
     return {group: [found[f"{group}.{rank}"] for rank in range(WORLD)] for group in (TOGETHER, *FAILING)}
 
 

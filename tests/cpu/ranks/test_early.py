@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_memopt.native import install
+from tests.cpu.lib.scripts import Interpreter
 from tests.cpu.lib.written import needs_gloo, of_ranks
 
 pytestmark = [needs_gloo, pytest.mark.long]
@@ -19,14 +20,14 @@ LIGHTNING = ("lightning, DDP", "lightning, FSDP2")
 OTHERS = ("views", "joined", "resumed", "auto and never", "refused", "clips on one")
 
 
-def run(folder: Path, world: int, *cases: str) -> list[dict[str, Any]]:
+def run(by: Interpreter, folder: Path, world: int, *cases: str) -> list[dict[str, Any]]:
     """What each rank wrote. No rank hangs: all end, and well."""
-    return of_ranks(world, "early_ranks", folder, str(world), *cases, timeout=500)
+    return of_ranks(world, "early_ranks", folder, str(world), *cases, timeout=500, by=by)
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run(tmp_path_factory.mktemp("ranks"), 2, *DDP, *SHARDED, *LIGHTNING, *OTHERS)
+def ranks(tmp_path_factory: pytest.TempPathFactory, package_interpreter: Interpreter) -> list[dict[str, Any]]:
+    return run(package_interpreter, tmp_path_factory.mktemp("ranks"), 2, *DDP, *SHARDED, *LIGHTNING, *OTHERS)
 
 
 def same(case: dict[str, Any]) -> None:
@@ -44,9 +45,9 @@ def test_f4_f5_early_updates_have_the_bits_of_the_plain_run(ranks: list[dict[str
         assert ranks[0][name]["early"]["weights"] == ranks[1][name]["early"]["weights"]
 
 
-def test_f4_three_ranks(tmp_path: Path) -> None:
+def test_f4_three_ranks(tmp_path: Path, package_interpreter: Interpreter) -> None:
     """EXACT: a mean over three ranks shows how it is rounded, one over two or four does not; and three shards are uneven."""
-    for found in run(tmp_path, 3, "default", "sharded"):
+    for found in run(package_interpreter, tmp_path, 3, "default", "sharded"):
         for case in found.values():
             same(case)
 

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("lightning")
 pytest.importorskip("accelerate")
 from tests.cpu.lib.fallen import CASES, KILLS
-from tests.cpu.lib.launched import ROOT, ran
-from tests.cpu.lib.written import needs_gloo
+from tests.cpu.lib.scripts import Interpreter
+from tests.cpu.lib.written import needs_gloo, written
 
 pytestmark = [needs_gloo, pytest.mark.long]
 BOUND_SECONDS = 60.0
@@ -19,11 +19,10 @@ SHARED = Path("/dev/shm")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, package_interpreter: Interpreter) -> Path:
     """Where each rank of each case wrote what it ended with. No process hung."""
     folder = tmp_path_factory.mktemp("fallen")
-    done = ran("tests.cpu.lib.fallen", str(folder), timeout=900, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-5000:]
+    written("fallen", folder, by=package_interpreter, timeout=900)
     return folder
 
 

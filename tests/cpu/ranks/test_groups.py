@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.cpu.lib.deciding_ranks import CASES, PATIENT_SECONDS
+from tests.cpu.lib.scripts import Interpreter
 from tests.cpu.lib.written import needs_gloo, written
 
 pytestmark = [needs_gloo, pytest.mark.long]
@@ -16,9 +17,9 @@ BOUND_SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def outcomes(tmp_path_factory: pytest.TempPathFactory, package_interpreter: Interpreter) -> Outcomes:
     """What each rank of each case wrote. No process hung."""
-    contents = written("deciding_ranks", tmp_path_factory.mktemp("groups"), timeout=900)
+    contents = written("deciding_ranks", tmp_path_factory.mktemp("groups"), by=package_interpreter, timeout=900)
     by_case = {}
     for stem, outcome in contents.items():
         name, rank = stem.split(".")

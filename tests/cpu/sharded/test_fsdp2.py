@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_memopt.native import install
+from tests.cpu.lib.scripts import Interpreter
 from tests.cpu.lib.sharded import CASES, FOUR
 from tests.cpu.lib.written import needs_gloo, of_ranks
 
@@ -16,14 +17,14 @@ WORLD = 2
 pytestmark = [needs_gloo, pytest.mark.long]
 
 
-def run(folder: Path, world: int, *cases: str) -> list[dict[str, Any]]:
+def run(by: Interpreter, folder: Path, world: int, *cases: str) -> list[dict[str, Any]]:
     """What each rank wrote. No rank hangs: all end, and well."""
-    return of_ranks(world, "sharded", folder, str(world), *cases, timeout=500)
+    return of_ranks(world, "sharded", folder, str(world), *cases, timeout=500, by=by)
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run(tmp_path_factory.mktemp("ranks"), WORLD)
+def ranks(tmp_path_factory: pytest.TempPathFactory, package_interpreter: Interpreter) -> list[dict[str, Any]]:
+    return run(package_interpreter, tmp_path_factory.mktemp("ranks"), WORLD)
 
 
 @pytest.mark.parametrize("case", [*CASES, "budgets"])
@@ -34,8 +35,8 @@ def test_bits_are_those_of_the_unmodified_run(ranks: list[dict[str, Any]], case:
         assert planned["rebuilt"] > 0 and "left the plan" not in planned["said"]
 
 
-def test_four_ranks(tmp_path: Path) -> None:
-    for found in run(tmp_path, 4, *FOUR):
+def test_four_ranks(tmp_path: Path, package_interpreter: Interpreter) -> None:
+    for found in run(package_interpreter, tmp_path, 4, *FOUR):
         for case in found.values():
             assert case["planned"]["state"] == case["plain"]["state"]
             assert case["planned"]["rebuilt"] > 0

@@ -8,6 +8,7 @@ import pytest
 
 from lightning_memopt.native import counter
 from lightning_memopt.trace import count_all
+from tests.cpu.lib.scripts import Interpreter
 from tests.cpu.lib.tiled_ranks import WORLD
 from tests.cpu.lib.written import needs_gloo, written
 
@@ -23,12 +24,12 @@ Outcome = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory, package_interpreter: Interpreter) -> dict[str, list[Outcome]]:
     """What each rank wrote, by case. No rank hung."""
     count_all(lambda _: None)
     if counter() is None:
         pytest.skip("tiles need the native engine")
-    found = written("tiled_ranks", tmp_path_factory.mktemp("ranks"), *GROUPS, timeout=300)
+    found = written("tiled_ranks", tmp_path_factory.mktemp("ranks"), *GROUPS, by=package_interpreter, timeout=300)
     return {name: [found[f"{group}.{rank}"][name] for rank in range(WORLD)] for group in GROUPS for name in group.split(",")}
 
 
