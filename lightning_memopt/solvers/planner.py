@@ -139,31 +139,43 @@ def _smallest(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
         return _OP_SECONDS + nbytes / _BYTES_PER_SECOND + op.flops / _FLOPS_PER_SECOND
 
     timeless = replace(graph, ops=tuple(replace(op, seconds=seconds(op)) for op in graph.ops))
-    plans = [("Echo", echo(timeless))]
+    plans: list[tuple[Life, ...]] = []
+
+    def found(solver: str, lives: tuple[Life, ...]) -> tuple[str, tuple[Life, ...]]:
+        plans.append(lives)
+        return solver, lives
+
+    yield found("Echo", echo(timeless))
     for moment in bound.moments(timeless, vertices=6):
-        plans += _whole_graph(moment)
+        for plan in _whole_graph(moment):
+            yield found(*plan)
     for name, model in _chains(timeless):
-        plans.append((f"{name}, smallest", stage_chain.lives(model, dp.smallest_tree(model.chain))))
-    yield from plans
-    smaller = local_search.smaller(timeless, [lives for _, lives in plans])
+        yield found(f"{name}, smallest", stage_chain.lives(model, dp.smallest_tree(model.chain)))
+    smaller = local_search.smaller(timeless, plans)
     if smaller is not None:
         yield "local search, smallest", smaller
 
 
-def smallest(graph: Graph, machine: Machine | None = None) -> Candidate:
-    """A plan for few bytes, without solving anything else: it tells quickly whether a budget can be kept at all."""
+def smallest(graph: Graph, machine: Machine | None = None, enough_nbytes: int = 0) -> Candidate:
+    """A plan for few bytes, without solving anything else: it tells quickly whether a budget can be kept at all.
+    `enough_nbytes`: the search ends at a plan that needs no more.
+    """
     saves = any(s.tensor in graph.producers for s in graph.saves)
     plans = itertools.chain(_plain(graph), _smallest(held_at_boundaries(graph)) if saves else ())
-    made, late = [], _late_nbytes(graph)
+    made, late, reserve = [], _late_nbytes(graph), (machine or Machine()).reserve(graph)
     for solver, lives in plans:
         with contextlib.suppress(LoweringError):
             made.append(Candidate(lives, simulate(graph, lives).predicted, solver, late))
-    return with_reserved(min(made, key=_smallest_budget), (machine or Machine()).reserve(graph))
+            if made[-1].budget_nbytes <= enough_nbytes:
+                candidate = with_reserved(made[-1], reserve)
+                if candidate.budget_nbytes <= enough_nbytes:
+                    return candidate
+    return with_reserved(min(made, key=_smallest_budget), reserve)
 
 
-def smallest_nbytes(graph: Graph, machine: Machine | None = None) -> int:
-    """`Frontier.smallest_nbytes`, without solving anything else."""
-    return smallest(graph, machine).budget_nbytes
+def smallest_nbytes(graph: Graph, machine: Machine | None = None, enough_nbytes: int = 0) -> int:
+    """Bytes that `smallest` needs. Without `enough_nbytes` they are `Frontier.smallest_nbytes`."""
+    return smallest(graph, machine, enough_nbytes).budget_nbytes
 
 
 def of_one(graph: Graph, plan: Named, machine: Machine) -> Frontier:

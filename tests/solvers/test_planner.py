@@ -7,6 +7,7 @@ import math
 import random
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 from graphs import lstm_steps, random_steps, step, training_step
@@ -126,6 +127,28 @@ def test_what_each_op_that_runs_again_takes_beside_its_seconds_is_searched_with(
                 ops[name] += plan.predicted.rebuilt_ops
                 seconds[name] += plan.predicted.seconds
     assert seconds["told"] < 0.95 * seconds["untold"] and ops["told"] < 0.95 * ops["untold"]
+
+
+def test_a_plan_that_needs_few_enough_bytes_ends_the_search_for_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
+    priced = 0
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal priced
+        priced += 1
+        return simulate(*args, **options)
+
+    monkeypatch.setattr(planner, "simulate", counted)
+    for graph in map(random_graph, range(2, 6)):
+        priced = 0
+        least, most = planner.smallest_nbytes(graph), max(unmodified_levels(graph))
+        of_all, priced = priced, 0
+        assert planner.smallest_nbytes(graph, enough_nbytes=most) == most
+        assert priced == 1, "the unmodified step is enough"
+        middle, priced = (least + most) // 2, 0
+        assert least <= planner.smallest_nbytes(graph, enough_nbytes=middle) <= middle
+        assert priced < of_all
+        assert planner.smallest_nbytes(graph, enough_nbytes=least) == least
+        assert planner.smallest_nbytes(graph, enough_nbytes=least - 1) == least
 
 
 def test_faster_plans_are_searched_for_no_longer_than_that_may_take() -> None:

@@ -334,7 +334,7 @@ def refuse_infeasible(
 ) -> None:
     """Before the first update: raise InfeasibleError where no plan of the steps that come keeps the budget.
 
-    Solves only where the unmodified step does not fit, and only for the smallest plan.
+    Solves only where the unmodified step does not fit, and only until a plan does.
 
     known: the graph has all bytes that updates take.
     later: what other optimizers may still make. It is asked only where the budget is refused.
@@ -346,7 +346,7 @@ def refuse_infeasible(
     if plain_nbytes <= budget_nbytes - headroom:
         return
     say("MemOpt: the step does not fit as it is; looking for a plan before anything is updated")
-    smallest_nbytes = _smallest_nbytes(graph, offloading, machine) + headroom
+    smallest_nbytes = _smallest_nbytes(graph, offloading, machine, budget_nbytes - headroom) + headroom
     if smallest_nbytes <= budget_nbytes or smallest_nbytes - savable(graph, False) <= budget_nbytes:
         return
     surely_nbytes = savable(graph, True)
@@ -373,9 +373,10 @@ def refuse_infeasible(
     )
 
 
-def _smallest_nbytes(graph: Graph, offloading: Offloading, machine: Machine) -> int:
+def _smallest_nbytes(graph: Graph, offloading: Offloading, machine: Machine, enough_nbytes: int = 0) -> int:
+    """Bytes of the smallest plan, or of a plan that needs at most `enough_nbytes`."""
     if not offloading.wanted:
-        return planner.smallest_nbytes(graph, machine)
+        return planner.smallest_nbytes(graph, machine, enough_nbytes)
     clock, config, graph = times.current.solver_clock(thread_time), offloading.config, smoothed([graph])
     solved = planner.solve(
         graph, machine, limit_seconds=config.solver_seconds, search_seconds=worth(graph, config), clock=clock
