@@ -36,6 +36,11 @@ _TILED_STEPS = 8
 """Maximum number of steps until one runs by a plan in tiles (session/loss_head.py)."""
 
 
+def _quietly(config: MemOptConfig, **options: Any) -> MemOptConfig:
+    """The config of a trial: nothing is said, verified, or taken from the user's plan."""
+    return dataclasses.replace(config, plan=None, verify=False, verbose=False, **options)
+
+
 class BatchSource(Protocol):
     """Makes batches of any size.
 
@@ -143,7 +148,7 @@ class Trials:
     def observe(self, size: int, kind: str = "profile") -> Graph | None:
         """The graph of one step of this size, update included; None if it does not fit, or the data has no such batch."""
         config = self.config or MemOptConfig(budget="min")
-        quiet = dataclasses.replace(config, profile_steps=NEVER_PLANNED, plan=None, verify=False, verbose=False)
+        quiet = _quietly(config, profile_steps=NEVER_PLANNED)
         graph: Graph | None = None
         with self._running(kind, size) as trial, self._session(quiet) as session:
             self._run(self._batch(size), session, self.effective is None)
@@ -156,9 +161,7 @@ class Trials:
         head runs in tiles.
         """
         assert self.config is not None
-        quiet = dataclasses.replace(
-            self.config, budget="min", profile_steps=1, plan=None, pool=None, verify=False, verbose=False
-        )
+        quiet = _quietly(self.config, budget="min", profile_steps=1, pool=None)
         graph: Graph | None = None
         with self._running("profile", size) as trial, self._session(quiet) as session, warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -208,8 +211,7 @@ class Trials:
     def _planned(self, size: int, config: MemOptConfig, measure_energy: bool) -> None:
         """Measure an observed step and a planned one; with tiles, several steps are observed before."""
         steps = 2 if config.tile == "off" else _TILED_STEPS
-        quiet = dataclasses.replace(config, profile_steps=1, plan=None, pool=None, on_exceed="warn")
-        quiet = dataclasses.replace(quiet, verify=False, verbose=False)
+        quiet = _quietly(config, profile_steps=1, pool=None, on_exceed="warn")
         with self._running("trial", size) as trial, self._session(quiet) as session, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for _ in range(steps):
