@@ -16,7 +16,7 @@ from lightning_memopt import optimize, register_op
 from lightning_memopt.errors import ModifiedError
 from lightning_memopt.record import Rule, rule_of
 from lightning_memopt.solvers import planner
-from tests.cpu.lib.engines import by_python, observed_graph, steps
+from tests.cpu.lib.engines import by_python, elements, gradients_of, observed_graph, steps
 from tests.cpu.lib.harness import outcome
 from tests.cpu.lib.loops import QUIET, agrees, budget_at, sgd
 from tests.cpu.lib.models import exact, made
@@ -162,8 +162,7 @@ def test_b15_plans_of_both_engines(way) -> None:
         model.zero_grad()
         loss = model(x)
         loss.backward()
-        tensors = [p.grad for p in model.parameters()], list(model.buffers())
-        expected.append((loss.item(), *([t.flatten().tolist() for t in group] for group in tensors)))
+        expected.append((loss.item(), gradients_of(model), elements(model.buffers())))
     rebuilt = 0
     for lives in plans:
         for by in (steps, by_python):

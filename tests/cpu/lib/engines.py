@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +12,7 @@ from torch import nn
 from lightning_memopt.graph import Graph
 from lightning_memopt.native import engine
 from lightning_memopt.plan import Life
+from lightning_memopt.record.tensors import bytes_of
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
 from lightning_memopt.runtime.engine.rejoining import SPREAD
 from lightning_memopt.session.forward.recording import PlannedRecording
@@ -36,9 +37,9 @@ class Step(NamedTuple):
     """
 
     loss: float | str
-    gradients: list[list[float]]
-    buffers: list[list[float]]
-    noise: list[int]
+    gradients: list[bytes]
+    buffers: list[bytes]
+    noise: bytes
     rebuilt_ops: list[int]
     moments: list[Any]
     versions: list[Any]
@@ -56,6 +57,20 @@ def observed_graph(made: Made) -> Graph:
     return graph_of(model, (x,), lambda: model(x))
 
 
+def bits_of(t: torch.Tensor) -> bytes:
+    """The bytes of the whole storage of `t`."""
+    return bytes_of(t.detach()).numpy().tobytes()
+
+
+def elements(tensors: Iterable[torch.Tensor]) -> list[bytes]:
+    """The bytes of all elements of each tensor."""
+    return [bits_of(t.flatten().clone()) for t in tensors]
+
+
+def gradients_of(model: nn.Module) -> list[bytes]:
+    return elements(p.grad for p in model.parameters() if p.grad is not None)
+
+
 def versions_of(planned: PlannedEngine) -> list[Any]:
     """Every tracked tensor of the plan that is on the tape, and what is held of it. The recorder also knows how tensors came to
     be that no rebuild makes, so calls, origins and counters are not compared.
@@ -65,7 +80,7 @@ def versions_of(planned: PlannedEngine) -> list[Any]:
         version = versions[key]
         holding = version.holding
         later = None if version.next is None else versions[version.next].holding.tensor
-        value = holding.value is not None and holding.value.untyped_storage().tolist()
+        value = holding.value is not None and bits_of(holding.value)
         held = value, holding.handles, holding.claim, holding.tensor
         states.append((key, version.nbytes, later, version.parameter, version.exposed, held))
     return states
@@ -109,9 +124,8 @@ def steps(
         loss = None
         for hook in told:
             hook.remove()
-        tensors = [p.grad for p in model.parameters()], list(model.buffers())
-        values = ([t.flatten().tolist() for t in group if t is not None] for group in tensors)
-        noise = torch.get_rng_state().tolist()
+        values = gradients_of(model), elements(model.buffers())
+        noise = bits_of(torch.get_rng_state())
         taken.append(Step(result, *values, noise, [op >> SPREAD for op in planned.rebuilt_ops], moments, versions, ran))
     return taken
 

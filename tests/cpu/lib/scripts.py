@@ -1,6 +1,6 @@
 """Scripts in processes of their own that start quickly: one process imports what they need, and forks for each.
 
-Whatever starts `Interpreter.executable` in place of Python gets such a process. In it `sys.executable` is the same file: so do
+Whatever starts `Interpreter.executable` instead of Python gets such a process. In it `sys.executable` is the same file: so do
 the launchers that it runs.
 """
 

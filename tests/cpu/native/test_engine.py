@@ -18,6 +18,7 @@ from lightning_memopt.runtime import install_native
 from lightning_memopt.runtime.engine import native, rebuild
 from lightning_memopt.runtime.engine.holding import Holding
 from lightning_memopt.trace import count_all
+from tests.cpu.lib.engines import bits_of
 
 aten = torch.ops.aten
 
@@ -110,7 +111,7 @@ def state(versions: dict[int, StorageVersion[Holding]]) -> list[Any]:
     seen = []
     for id, version in versions.items():
         value, holding = version.holding.value, version.holding
-        bits = None if value is None else (value.dtype, value.size(), value.stride(), value.untyped_storage().tolist())
+        bits = None if value is None else (value.dtype, value.size(), value.stride(), bits_of(value))
         seen.append((id, bits, holding.expected, holding.stream, None if value is None else value._version))
     return seen
 
