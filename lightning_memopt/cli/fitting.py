@@ -101,11 +101,14 @@ def run(args: argparse.Namespace) -> int:
         plans.check(args.card, args.output, args.ranks)
     techniques = {name: getattr(args, name) for name in ("offload", "optimizer_in_backward", "tile")}
     options = {field.name: getattr(args, field.name) for field in fields(Options)}
-    gc.freeze()  # what is imported stays: no collection needs to walk it
+    freezes = not gc.get_freeze_count()  # what a caller has frozen stays frozen
+    if freezes:
+        gc.freeze()  # what is imported stays: no collection needs to walk it
     try:
         answer = fit(source, args.card, args.ranks, **techniques, **options)
     finally:
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
     print(json.dumps(answer.to_json()) if args.json else answer.table())
     if args.output is not None:
         said = answer.save_plan(args.output) if answer.fits else f"{args.output} is not written: no plan fits."
