@@ -8,11 +8,12 @@ STAMP := $(VENV)/.installed
 
 setup: $(STAMP)
 
+# --no-compile: most files of these packages are never imported, and those that are get compiled then.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no python3.11 or python3 found; set PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install torch==2.13.0
-	$(BIN)/python -m pip install -c constraints.txt -e '.[demo,dev,docs]'
+	$(BIN)/python -m pip install --no-compile torch==2.13.0
+	$(BIN)/python -m pip install --no-compile -c constraints.txt -e '.[demo,dev,docs]'
 	touch $@
 
 demo: setup
@@ -30,8 +31,8 @@ MACHINE ?= standard
 test: check
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --machine $(MACHINE) -m "not long"
 
-# The long ones, too: groups of processes, launchers, models of the benchmarks. What is landed passes them.
-test-all: check
+# The long ones, too: groups of processes, launchers, models of the benchmarks, and `make check`. What is landed passes them.
+test-all: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --machine $(MACHINE)
 
 # Every backward in a thread of its own, as on CUDA: make device-thread TESTS=tests/cpu/engine
