@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.cpu.lib.scripts import Interpreter
 from tests.cpu.lib.written import needs_gloo, of_ranks
 
 pytest.importorskip("lightning")
@@ -13,8 +14,8 @@ pytestmark = needs_gloo
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return of_ranks(2, "fabric_ranks", tmp_path_factory.mktemp("ranks"), timeout=200)
+def ranks(tmp_path_factory: pytest.TempPathFactory, package_interpreter: Interpreter) -> list[dict[str, Any]]:
+    return of_ranks(2, "fabric_ranks", tmp_path_factory.mktemp("ranks"), timeout=200, by=package_interpreter)
 
 
 @pytest.mark.parametrize("method", ["forward", "loss"])

@@ -13,15 +13,16 @@ from lightning_memopt.ranks import rank_and_ranks
 from lightning_memopt.report.record import read_record
 from lightning_memopt.report.run import RunReport
 from tests.cpu.lib.pages import page_at
+from tests.cpu.lib.scripts import Interpreter
 from tests.cpu.lib.written import needs_gloo, written
 
 pytestmark = [needs_gloo, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, package_interpreter: Interpreter) -> Path:
     path = tmp_path_factory.mktemp("reports")
-    written("report_ranks", path, timeout=300)
+    written("report_ranks", path, timeout=300, by=package_interpreter)
     return path
 
 
