@@ -131,6 +131,15 @@ def _chain(graph: Graph, limit: int, detail: Progress) -> Iterator[tuple[str, tu
             yield name, stage_chain.lives(model, table.tree(level))
 
 
+def _of_few_bytes(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
+    """Plans for few bytes, each solver's own."""
+    yield "Echo", echo(graph)
+    for moment in bound.moments(graph, vertices=6):
+        yield from _whole_graph(moment)
+    for name, model in _chains(graph):
+        yield f"{name}, smallest", stage_chain.lives(model, dp.smallest_tree(model.chain))
+
+
 def _smallest(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
     """Plans for few bytes that do not depend on measured times: the seconds of ops are computed from their bytes and FLOPs."""
 
@@ -139,18 +148,10 @@ def _smallest(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
         return _OP_SECONDS + nbytes / _BYTES_PER_SECOND + op.flops / _FLOPS_PER_SECOND
 
     timeless = replace(graph, ops=tuple(replace(op, seconds=seconds(op)) for op in graph.ops))
-    plans: list[tuple[Life, ...]] = []
-
-    def found(solver: str, lives: tuple[Life, ...]) -> tuple[str, tuple[Life, ...]]:
+    plans = list[tuple[Life, ...]]()
+    for solver, lives in _of_few_bytes(timeless):
         plans.append(lives)
-        return solver, lives
-
-    yield found("Echo", echo(timeless))
-    for moment in bound.moments(timeless, vertices=6):
-        for plan in _whole_graph(moment):
-            yield found(*plan)
-    for name, model in _chains(timeless):
-        yield found(f"{name}, smallest", stage_chain.lives(model, dp.smallest_tree(model.chain)))
+        yield solver, lives
     smaller = local_search.smaller(timeless, plans)
     if smaller is not None:
         yield "local search, smallest", smaller
@@ -162,14 +163,17 @@ def smallest(graph: Graph, machine: Machine | None = None, enough_nbytes: int = 
     """
     saves = any(s.tensor in graph.producers for s in graph.saves)
     plans = itertools.chain(_plain(graph), _smallest(held_at_boundaries(graph)) if saves else ())
-    made, late, reserve = [], _late_nbytes(graph), (machine or Machine()).reserve(graph)
+    late = _late_nbytes(graph)
+    reserve = (machine or Machine()).reserve(graph)
+    made: list[Candidate] = []
     for solver, lives in plans:
         with contextlib.suppress(LoweringError):
-            made.append(Candidate(lives, simulate(graph, lives).predicted, solver, late))
-            if made[-1].budget_nbytes <= enough_nbytes:
-                candidate = with_reserved(made[-1], reserve)
-                if candidate.budget_nbytes <= enough_nbytes:
-                    return candidate
+            candidate = Candidate(lives, simulate(graph, lives).predicted, solver, late)
+            made.append(candidate)
+            if candidate.budget_nbytes <= enough_nbytes:  # reserved bytes come on top, and take longer to compute
+                whole = with_reserved(candidate, reserve)
+                if whole.budget_nbytes <= enough_nbytes:
+                    return whole
     return with_reserved(min(made, key=_smallest_budget), reserve)
 
 

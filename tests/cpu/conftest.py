@@ -62,17 +62,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def interpreter() -> Iterator[Interpreter]:
     """Runs scripts as users start them, with imports that are made once."""
-    interpreter = Interpreter()
-    yield interpreter
-    interpreter.close()
+    with contextlib.closing(Interpreter()) as interpreter:
+        yield interpreter
 
 
 @pytest.fixture(scope="session")
 def package_interpreter() -> Iterator[Interpreter]:
     """Another one, for modules of ours: it has imported the package, too, which scripts of users import themselves."""
-    interpreter = Interpreter()
-    yield interpreter
-    interpreter.close()
+    with contextlib.closing(Interpreter()) as interpreter:
+        yield interpreter
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -105,7 +105,9 @@ def test_settings_are_others_only_while_a_watched_model_compiles() -> None:
 
     seen: list[list[Any]] = []
     torch._dynamo.reset()
-    net, other, x = nn.Sequential(nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 48)), nn.Linear(48, 48), torch.randn(4, 48)
+    net = nn.Sequential(nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 48))
+    other = nn.Linear(48, 48)
+    x = torch.randn(4, 48)
     optimizer = torch.optim.SGD(net.parameters(), 1e-3)
     compiled, beside = torch.compile(net), torch.compile(lambda x: functional.gelu(other(x)).sum())
     looking = inductor.patch(_pre_fusion_custom_pass=Looking(), fx_graph_cache=False)

@@ -40,8 +40,10 @@ RATES = MachineRates(
 class OfOps(Times):
     """What ops take is measured, by each process for itself. What takes a second to measure is known."""
 
+    costs = COSTS
+
     def of_our_work(self, measure: Callable[[], Costs]) -> Costs:
-        return COSTS  # type: ignore[return-value]
+        return self.costs
 
     def of_early_update(self, measure: Callable[[], float]) -> float:
         return EARLY_UPDATE_SECONDS
@@ -50,10 +52,8 @@ class OfOps(Times):
         return RATES
 
 
-class Known(Times):
+class Known(OfOps):
     """The same on every machine: seconds of an op by what it reads, makes and computes."""
-
-    costs = COSTS
 
     def now(self) -> float:
         return 0.0
@@ -67,15 +67,6 @@ class Known(Times):
 
     def of_op(self, graph: Graph, op: Op) -> float:
         return known(graph, op)
-
-    def of_our_work(self, measure: Callable[[], Costs]) -> Costs:
-        return self.costs
-
-    def of_early_update(self, measure: Callable[[], float]) -> float:
-        return EARLY_UPDATE_SECONDS
-
-    def of_transfers(self, measure: Callable[[], MachineRates]) -> MachineRates:
-        return RATES
 
 
 class OfMachine(Known):
