@@ -6,7 +6,18 @@ from lightning_memopt.plan.allocator import Reserved, reserved
 from lightning_memopt.plan.files import plan_from_json, plan_to_json, read_plan, write_plan
 from lightning_memopt.plan.lower import Fetch, Free, LoweringError, Rebuild, Schedule, Segment, lower
 from lightning_memopt.plan.machine import FREE, Machine, Overhead
-from lightning_memopt.plan.model import Addresses, Life, Plan, Prediction, RegionPlan, TiledHead, regions_text, tiles_text
+from lightning_memopt.plan.model import (
+    Addresses,
+    Life,
+    Plan,
+    Prediction,
+    RegionPlan,
+    StateParking,
+    TiledHead,
+    regions_text,
+    states_text,
+    tiles_text,
+)
 from lightning_memopt.plan.simulate import SegmentCost, Timeline, added_by, fixed_levels, segment_cost, simulate
 from lightning_memopt.plan.updates import at_least, early, fewest, names_of, step_of, updated
 from lightning_memopt.plan.validate import Report, validate, wrong_addresses
@@ -46,7 +57,9 @@ __all__ = [
     "segment_cost",
     "simulate",
     "step_of",
+    "states_text",
     "tiles_text",
+    "StateParking",
     "updated",
     "validate",
     "wrong_addresses",

@@ -1,6 +1,6 @@
 """A plan file: the plan and the graph it was made for, as JSON that people can read, diff and share. It is never a pickle.
 
-`{"format": "lightning_memopt.plan", "schema": 7, "plan": {...}, "graph": {...}}`, with one array per line. Lives are stored as
+`{"format": "lightning_memopt.plan", "schema": 8, "plan": {...}, "graph": {...}}`, with one array per line. Lives are stored as
 columns, as tensors and ops of the graph are. A plan that was read may be carried out: its graph is consistent, its fingerprint
 belongs to that graph, and the validator has carried out its lives and updates without finding a problem. Predictions are not
 checked.
@@ -21,16 +21,16 @@ from lightning_memopt.graph import BEFORE, Graph, fingerprint
 from lightning_memopt.graph.fields import MOST, Fields, letters
 from lightning_memopt.graph.json_io import graph_from_json, graph_to_json
 from lightning_memopt.plan.lower import LoweringError, lower
-from lightning_memopt.plan.model import Addresses, How, Life, Plan, Prediction, RegionPlan, TiledHead
+from lightning_memopt.plan.model import Addresses, How, Life, Plan, Prediction, RegionPlan, StateParking, TiledHead
 from lightning_memopt.plan.validate import validate, wrong_addresses
 
 FORMAT = "lightning_memopt.plan"
-SCHEMA = 7
+SCHEMA = 8
 
 _HOWS = letters(get_args(How))
 _PLAN = (
     *("fingerprint", "solver", "budget_nbytes", "unmodified_peak_nbytes", "step_seconds", "lower_bound_seconds"),
-    *("solve_seconds", "updates", "regions", "tiles", "addresses", "predicted", "lives"),
+    *("solve_seconds", "updates", "regions", "tiles", "states", "addresses", "predicted", "lives"),
 )
 _PREDICTED = (
     *("peak_nbytes", "reserved_nbytes", "extra_seconds", "overhead_seconds", "extra_flops", "rebuilt_nbytes"),
@@ -40,8 +40,10 @@ _PREDICTED = (
 _LIFE = ("tensor", "born_at", "freed_at", "how", "forms", "form", "parked_nbytes")
 _REGION = ("key", "calls", "flops", "extra_flops", "rebuilt_ops", "saved_nbytes", "peak_nbytes", "lives")
 _TILES = ("module", "classes", "tokens", "rows", "columns", "unmade_nbytes", "threads", "ops", "assembled", "rounded")
+_STATE = ("parameter", "tier", "nbytes", "seconds")
 _ADDRESSES = ("nbytes", "offsets", "until", "arena_nbytes", "max_live_nbytes", "needed_nbytes")
 _OLD_NAMES: dict[int, dict[str, str]] = {
+    7: {},
     6: {},
     5: {},
     4: {},
@@ -58,7 +60,7 @@ _OLD_NAMES: dict[int, dict[str, str]] = {
     },
 }
 """Older schema -> the names that its files use for fields. The letters of `how` are the same in all schemas."""
-_SINCE = {"updates": 5, "update_seconds": 5, "regions": 6, "addresses": 6, "tiles": 7}
+_SINCE = {"updates": 5, "update_seconds": 5, "regions": 6, "addresses": 6, "tiles": 7, "states": 8}
 """Field -> the first schema whose files have it."""
 
 
@@ -77,6 +79,7 @@ def fields_of(plan: Plan) -> dict[str, Any]:
         for region in plan.regions
     ]
     fields["tiles"] = [{key: getattr(head, key) for key in _TILES} for head in plan.tiles]
+    fields["states"] = [{key: getattr(state, key) for key in _STATE} for state in plan.states]
     if plan.addresses is not None:
         a = plan.addresses
         offsets = [-1 if offset is None else offset for offset in a.offsets]
@@ -155,6 +158,7 @@ def _plan(fields: Fields, graph: Graph, schema: int) -> Plan:
         updates=() if old else tuple(fields.ints("updates", None, 0, len(graph.tensors) - 1)),
         regions=() if schema < _SINCE["regions"] else tuple(_regions(fields)),
         tiles=() if schema < _SINCE["tiles"] else tuple(_tiles(fields)),
+        states=() if schema < _SINCE["states"] else tuple(_states(fields)),
         addresses=None if schema < _SINCE["addresses"] or fields.value("addresses") is None else _addresses(fields),
         solver=fields.string("solver"),
         budget_nbytes=fields.integer("budget_nbytes"),
@@ -249,6 +253,17 @@ def _tiles(fields: Fields) -> Iterator[TiledHead]:
         }
         names: dict[str, Any] = {key: tuple(head.strings(key)) for key in _TILES[-3:]}
         yield TiledHead(module=head.string("module"), **sizes, **names)
+
+
+def _states(fields: Fields) -> Iterator[StateParking]:
+    for i, each in enumerate(fields.objects("states")):
+        state = Fields(each, f"plan.states[{i}]", _STATE)
+        yield StateParking(
+            parameter=state.string("parameter"),
+            tier=state.string("tier"),
+            nbytes=state.integer("nbytes", 1),
+            seconds=state.number("seconds"),
+        )
 
 
 def _addresses(fields: Fields) -> Addresses:

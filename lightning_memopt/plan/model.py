@@ -148,6 +148,22 @@ class TiledHead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateParking:
+    """The optimizer state of a parameter is parked in a tier between updates. The graph is that of a step in which it is.
+
+    parameter: the name of the parameter.
+    tier: the name of the tier.
+    nbytes: bytes of its state that are parked.
+    seconds: how long the copies of a step take, out and back.
+    """
+
+    parameter: str
+    tier: str
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Addresses:
     """The addresses that a plan gives to the requests of a step, in one arena that serves every step.
 
@@ -189,6 +205,7 @@ class Plan:
         until the update after backward.
     regions: what was decided for each compiled region of the step. A region is a stage of the graph.
     tiles: the loss heads that run in tiles. The graph is that of a step in which they do.
+    states: the optimizer state that is parked between updates. The graph is that of a step in which it is.
     addresses: the addresses of a step's requests; None without a planned pool, and until a step by this plan has shown its
         requests.
     solver: name of the solver that found the plan.
@@ -210,6 +227,7 @@ class Plan:
     updates: tuple[int, ...] = ()
     regions: tuple[RegionPlan, ...] = ()
     tiles: tuple[TiledHead, ...] = ()
+    states: tuple[StateParking, ...] = ()
     addresses: Addresses | None = None
     step_seconds: float = 0.0
     lower_bound_seconds: float = 0.0
@@ -227,6 +245,12 @@ class Plan:
     @property
     def predicted_seconds(self) -> float:
         return self.step_seconds + self.predicted.seconds
+
+
+def states_text(states: Sequence[StateParking]) -> str:
+    """A text: how much optimizer state is parked, and where."""
+    nbytes = format_nbytes(sum(state.nbytes for state in states))
+    return f"the optimizer state of {len(states)} parameters ({nbytes}) is parked in the {states[0].tier} tier between updates"
 
 
 def tiles_text(tiles: Sequence[TiledHead]) -> str:

@@ -7,6 +7,7 @@ in compiled code. If such code writes, or replaces tensors of the state, `Snapsh
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import optim
 
 from lightning_memopt.record import Outside, is_plain, parameters_of, rule_of, storage_id, tensors_in, uncompiled, written_by
 from lightning_memopt.record.tensors import conjugating, count_versions
+from lightning_memopt.runtime.parked_states import values_of
 from lightning_memopt.torch_private import OpOverload, local_tensor
 
 Touched = Callable[[torch.Tensor, bool], None]
@@ -23,7 +25,7 @@ Touched = Callable[[torch.Tensor, bool], None]
 
 def _state_of(optimizer: optim.Optimizer, p: torch.Tensor) -> list[Any]:
     """The values of the parameter's state. Only looked up if there is one: a lookup in the table adds an entry."""
-    return list(optimizer.state[p].values()) if p in optimizer.state else []
+    return values_of(optimizer.state[p]) if p in optimizer.state else []
 
 
 class Between(Outside):
@@ -83,7 +85,9 @@ class Between(Outside):
 
 
 class Snapshot:
-    """The weights and the state of parameters at one moment: the addresses of their memory, and the version counters."""
+    """The weights and the state of parameters at one moment: the addresses of their memory, and the version counters. It holds
+    no tensor of the state.
+    """
 
     def __init__(self, optimizer: optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
         self._optimizer = optimizer
@@ -92,7 +96,8 @@ class Snapshot:
     def _look(self, p: torch.Tensor) -> tuple[list[Any], list[tuple[int, int]]]:
         values = _state_of(self._optimizer, p)
         tensors = map(local_tensor, tensors_in([p, *values]))
-        return values, [(storage_id(t), t._version) for t in tensors if is_plain(t)]
+        held = [weakref.ref(value) if isinstance(value, torch.Tensor) else value for value in values]
+        return held, [(storage_id(t), t._version) for t in tensors if is_plain(t)]
 
     def changed(self) -> bool:
         """Whether any address or counter has changed since."""

@@ -109,13 +109,10 @@ def step_without_hooks(kind: type[optim.Optimizer]) -> Callable[..., Any] | None
     return None if step is kind.step else step
 
 
-def of_optimizers(optimizers: Sequence[optim.Optimizer]) -> list[Reason]:
-    """The reasons why no parameter of these optimizers can be updated early."""
-    if len(optimizers) != 1:
-        return [Reason(f"there are {len(optimizers)} optimizers, and one is stepped in backward", "Use one optimizer")]
-    (optimizer,) = optimizers
-    names = ", ".join(cls.__name__ for cls in ALLOWED)
-    if type(optimizer) not in ALLOWED:
+def of_step(optimizer: optim.Optimizer, allowed: tuple[type[optim.Optimizer], ...]) -> list[Reason]:
+    """The reasons why parameters of an optimizer cannot be stepped one by one. `allowed`: the classes for which they can."""
+    if type(optimizer) not in allowed:
+        names = ", ".join(cls.__name__ for cls in allowed)
         what = f"{type(optimizer).__name__} is not known to update each parameter by itself"
         return [Reason(what, f"Use one of {names}, exactly, not a subclass")]
     reasons = []
@@ -126,11 +123,20 @@ def of_optimizers(optimizers: Sequence[optim.Optimizer]) -> list[Reason]:
         reasons.append(Reason(f"the step of {type(optimizer).__name__} was replaced", "Leave it as torch has it"))
     if any(group.get("differentiable") for group in optimizer.param_groups):
         reasons.append(Reason("the optimizer is differentiable", "Set differentiable=False"))
-    if hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf"):
-        reasons.append(Reason("a GradScaler scales the gradients of this optimizer", "Train in bf16 or fp32"))
     params = parameters_of(optimizer)
     if len({id(p) for p in params}) < len(params):
         reasons.append(Reason("a parameter is in its group twice, and stepped twice", "Give each parameter once"))
+    return reasons
+
+
+def of_optimizers(optimizers: Sequence[optim.Optimizer]) -> list[Reason]:
+    """The reasons why no parameter of these optimizers can be updated early."""
+    if len(optimizers) != 1:
+        return [Reason(f"there are {len(optimizers)} optimizers, and one is stepped in backward", "Use one optimizer")]
+    (optimizer,) = optimizers
+    reasons = of_step(optimizer, ALLOWED)
+    if hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf"):
+        reasons.append(Reason("a GradScaler scales the gradients of this optimizer", "Train in bf16 or fp32"))
     return reasons
 
 
@@ -146,6 +152,7 @@ class EarlyUpdates:
     freed: identities of the parameters whose gradients were freed in backward, and not zeroed since.
     cleared: whether gradients were zeroed since the last step.
     kept: whether gradients were set to zero in place, so that they still exist in the next step.
+    around: called with a parameter: the context of its update.
     written: whether weights or state of these parameters were written after their updates. It is an error only if a step
         follows: a checkpoint may be loaded instead, first into the model.
     """
@@ -157,6 +164,7 @@ class EarlyUpdates:
         self.loaded = self.over = self.written = False
         self.freed: set[int] = set()
         self.cleared = self.kept = False
+        self.around: Callable[[torch.Tensor], contextlib.AbstractContextManager[None]] = lambda p: contextlib.nullcontext()
         self._between, self._before_step = Between(), Snapshot(optimizer, ())
         self._raw = step_without_hooks(type(optimizer)) or type(optimizer).step
         self._lock = threading.RLock()
@@ -361,7 +369,8 @@ class EarlyUpdates:
         self.freed.add(id(p))
         try:
             optimizer.param_groups = [{**self._groups[id(p)], "params": [p]}]
-            self._raw(optimizer)
+            with self.around(p):
+                self._raw(optimizer)
         finally:
             optimizer.param_groups = groups
         if p._version == version:  # fused kernels do not move the counter that shows the change

@@ -38,6 +38,8 @@ from lightning_memopt.runtime import spans
 from lightning_memopt.runtime.codecs import codec
 from lightning_memopt.runtime.tiers import Stopwatch, Stored, Tier
 
+LEAST_NBYTES = 4096
+"""Smaller tensors are not parked, because a copy or a codec would take more time than it is worth."""
 _UNTIMED, _TIMED = 2, 8
 """On a device, which is timed by events: number of forwards that are not timed at first, and number of those that then are."""
 

@@ -198,7 +198,7 @@ class EarlyUpdating(Part):
             self.late.add(name)
             self._touched_names.add(name)
 
-    def update_begins(self, own: bool, closure: bool) -> None:
+    def update_begins(self, optimizer: torch.optim.Optimizer, own: bool, closure: bool) -> None:
         """See `Part`. Raises UpdatesInBackwardError where options, gradients, weights or state have changed since parameters
         were updated early, because the usual update would use the new ones; and with "always" and a closure.
         """

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from torch.optim import Optimizer
+
 
 class Part:
     """A part of a session. A subclass overrides the methods that it needs; only these are called."""
@@ -20,8 +22,10 @@ class Part:
         headroom; None for "min".
         """
 
-    def update_begins(self, own: bool, closure: bool) -> None:
-        """An optimizer's step begins. `own`: it delimits steps of the model. `closure`: it runs forward and backward inside."""
+    def update_begins(self, optimizer: Optimizer, own: bool, closure: bool) -> None:
+        """The step of this optimizer begins. `own`: it delimits steps of the model. `closure`: it runs forward and backward
+        inside.
+        """
 
     def step_ended(self, planned: bool) -> None:
         """The step is over. `planned`: a plan was in force in it."""

@@ -51,6 +51,7 @@ from lightning_memopt.session.observe.resident import resident_tensors
 from lightning_memopt.session.observe.silence import WAITS, Silence, gradients_are_recorded, trains
 from lightning_memopt.session.parameters import Parameters
 from lightning_memopt.session.parking.offloading import Offloading
+from lightning_memopt.session.parking.states import StatesAtRest
 from lightning_memopt.session.parts import Parts
 from lightning_memopt.session.pooling import Pooling
 from lightning_memopt.session.ranks.agreement import Agreement
@@ -103,6 +104,7 @@ class Session:
         if config.pool is not None:
             self._parts.add(self.pool)
         self._tiling = Tiling(model, config, self._agreement, self.say, self._parts)
+        self._states = self._parts.add(StatesAtRest(model, self.optimizers, self._offloading, self._agreement, self.say))
         self._neighbours = self._parts.add(Neighbours(self.device, self.budget_nbytes))
         self._early: EarlyUpdating | None = None
         self._attachment: Attachment | None = None
@@ -147,6 +149,8 @@ class Session:
         early = wanted(self.model, self.optimizers, self.config, reasons, self.say) if self.enabled else None
         self._parts.drop(self._early)
         self._early = None if early is None else self._parts.add(early, first=True)  # it may raise, and must be ended
+        if early is not None:
+            early.updates.around = self._states.updating
         if early is not None and self.given is not None:
             early.adopt(names_of(self.given[1], self.given[0].updates))
 
@@ -174,7 +178,7 @@ class Session:
         self.rounds.shut()
         observation, own = self._observed_step.now, self._ends.owns(optimizer)
         for tell in self._parts.update_begins:
-            tell(own, closure)
+            tell(optimizer, own, closure)
         self._metering.span_begins(optimizer, observation)
         if own:
             self._look_ahead(observation)
@@ -196,7 +200,9 @@ class Session:
                 if refusal is not None:
                     raise refusal
                 if observation is not None and not backward_runs():  # one that steps in a hook does not end the backward
-                    self.foresight.look(observation, self.budget_nbytes, self._offloading, self.say, others, savable)
+                    self.foresight.look(
+                        observation, self.budget_nbytes, self._offloading, self.say, others, savable, self._states.smallest
+                    )
             if early is not None and isinstance(state, Observing) and shown is not None:
                 state.for_early = early.agreed(self._agreement.early)
         except BaseException:
@@ -237,6 +243,7 @@ class Session:
         self._observed_step.step_ended(self.say)
         self._plan_cache.step_ended(before, bool(step.plans), peak_nbytes, self.budget_nbytes)
         self.silence.step_ended()
+        self._states.rest(self._current)
         self._metering.between.step_ended(bool(step.plans), self.device, self.budget_nbytes)
 
     def _judge(self, step: Step, measured: Measured | None) -> None:
@@ -375,7 +382,7 @@ class Session:
         self._neighbours = self._parts.add(Neighbours(device, self.budget_nbytes))
         self._parts.drop(self._offloading)
         self._offloading.close()
-        self._offloading = self._parts.add(Offloading(device, self.config))
+        self._states.offloading = self._offloading = self._parts.add(Offloading(device, self.config))
         self._plan_cache.clear()
 
     def _enter(self, call: Signature, batch: Any) -> State:
@@ -486,10 +493,11 @@ class Session:
             self._become(state, cache.afresh(state, regions.changed))
             return
 
-        def solve(step: Graph) -> Solved:
-            return regions.in_plans(self._agreement.plan_for(step, limit, self._offloading, self.say, machine, self._foreseen))
+        def solve(step: Graph, say: Callable[[str], None]) -> Solved:
+            return regions.in_plans(self._agreement.plan_for(step, limit, self._offloading, say, machine, self._foreseen))
 
-        self._become(state, cache.take_graph(state, graph, self.say, partial(self._tiling.solved, solve, machine, limit)))
+        whole = partial(self._states.solved, solve, limit)
+        self._become(state, cache.take_graph(state, graph, self.say, partial(self._tiling.solved, whole, machine, limit)))
 
     def _become(self, old: State, new: State) -> None:
         if new is not old:

@@ -238,7 +238,7 @@ class Tiling(Part):
                 self.mode.recorder = weakref.ref(recording.recorder)
         return recording
 
-    def update_begins(self, own: bool, closure: bool) -> None:
+    def update_begins(self, optimizer: torch.optim.Optimizer, own: bool, closure: bool) -> None:
         if self.mode is not None and not closure and not backward_runs():
             self.mode.end()
 

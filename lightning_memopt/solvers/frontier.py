@@ -16,6 +16,7 @@ from lightning_memopt.plan import (
     Plan,
     Prediction,
     RegionPlan,
+    StateParking,
     TiledHead,
     at_least,
     early,
@@ -80,6 +81,7 @@ class Frontier:
     searched: whether plans were searched for. If not, the only plan is one that was known.
     regions: what was decided for the step's compiled regions. It is part of each of these plans.
     tiles: the loss heads that run in tiles in the observed step, and so under each of these plans.
+    states: the optimizer state that is parked in the step of this graph, and so under each of these plans.
     others: plans made for the step without early updates, if early updates take time. They may need fewer early updates.
     cut_off: whether time ran out before the plans for few bytes were made. If so, smaller plans may exist.
     """
@@ -97,6 +99,7 @@ class Frontier:
     searched: bool = True
     regions: tuple[RegionPlan, ...] = ()
     tiles: tuple[TiledHead, ...] = ()
+    states: tuple[StateParking, ...] = ()
 
     @cached_property
     def reserve(self) -> Callable[[tuple[Life, ...]], int] | None:
@@ -172,7 +175,8 @@ class Frontier:
 
     def plan(self, budget_nbytes: int) -> Plan:
         """The plan for a budget, with its bound. Raises InfeasibleError as `within`."""
-        return replace(self._with_updates(self._plan(budget_nbytes)), regions=self.regions, tiles=self.tiles)
+        plan = replace(self._with_updates(self._plan(budget_nbytes)), regions=self.regions, tiles=self.tiles)
+        return with_states(plan, self.states)
 
     def _plan(self, budget_nbytes: int) -> Plan:
         """The plan for a budget if every parameter that may be updated early is."""
@@ -229,6 +233,24 @@ class Frontier:
                 return updates, found.predicted
             limit -= found.budget_nbytes - budget_nbytes
         return None
+
+
+def with_states(plan: Plan, states: tuple[StateParking, ...]) -> Plan:
+    """This plan of a step in which these states are parked, with what their copies cost."""
+    predicted, nbytes = plan.predicted, sum(state.nbytes for state in states)
+    seconds = sum(state.seconds for state in states)
+    return replace(
+        plan,
+        states=states,
+        lower_bound_seconds=plan.lower_bound_seconds + seconds,
+        predicted=replace(
+            predicted,
+            moved_nbytes=predicted.moved_nbytes + 2 * nbytes,
+            copy_seconds=predicted.copy_seconds + seconds,
+            stall_seconds=predicted.stall_seconds + seconds,  # an update waits for its state
+            tier_nbytes=predicted.tier_nbytes + nbytes,
+        ),
+    )
 
 
 def _updating(plan: Plan, updates: tuple[int, ...], predicted: Prediction, seconds: float) -> Plan:

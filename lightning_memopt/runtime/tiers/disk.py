@@ -82,6 +82,7 @@ class DiskTier:
                 self._reclaim()
                 self._pieces.add(parked.piece)
                 if self._space.take(parked.nbytes, parked.piece) is None:
+                    parked.give_up()
                     raise full(self.name, what, parked.nbytes, self._space)
         parked.begin()
         return parked
@@ -199,6 +200,10 @@ class _DiskParked:
         else:
             self._store.run()
 
+    def give_up(self) -> None:
+        """It will not be stored: let go of its source, which would else be freed only by Python's collector."""
+        self._store = Copy(_nothing)
+
     def _ready(self) -> Any:
         if self._tier.staging is None:
             return None
@@ -272,6 +277,10 @@ class _DiskParked:
     @uncompiled
     def __del__(self) -> None:
         self.release()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _end(pid: int, file: Scratch, writer: Worker, reader: Worker, staging: tuple[Staging, Staging] | None) -> None:

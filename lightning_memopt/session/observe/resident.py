@@ -14,6 +14,7 @@ from lightning_memopt.device.places import is_on, on_host
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.graph.model import Kind
 from lightning_memopt.record import is_plain
+from lightning_memopt.runtime.parked_states import values_of
 from lightning_memopt.session.forward.leaves import leaves_of
 from lightning_memopt.session.observe.graphs import pieces
 from lightning_memopt.torch_private import gradient_of, local_tensor
@@ -47,7 +48,7 @@ def batch_tensors(batch: Any) -> Iterator[Named]:
 def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Named]:
     for optimizer in optimizers:
         for state in optimizer.state.values():
-            for t in leaves_of(state):
+            for t in leaves_of(values_of(state)):
                 if isinstance(t, torch.Tensor):
                     yield local_tensor(t), "optimizer_state", "optimizer state"
 

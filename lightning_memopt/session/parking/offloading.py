@@ -17,7 +17,7 @@ from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.plan import Plan
 from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.runtime.codecs import NAMES, codec
-from lightning_memopt.runtime.parked import Depot
+from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
 from lightning_memopt.runtime.tiers.scratch import Scratch
 from lightning_memopt.session import times
 from lightning_memopt.session.observe import costs
@@ -29,8 +29,6 @@ from lightning_memopt.solvers import joint
 from lightning_memopt.solvers.planner import Frontier
 from lightning_memopt.trace.link import measure
 
-LEAST_NBYTES = 4096
-"""Smaller tensors are not parked, because a copy or a codec would take more time than it is worth."""
 LOSSY = "block8"
 """The codec that compress="lossy" stands for."""
 _PROBE_NBYTES = 32 << 20

@@ -66,9 +66,10 @@ class Foresight:
         say: Say,
         others: Sequence[torch.optim.Optimizer],
         savable: Callable[[Graph, bool], int],
+        parked: Callable[[Graph], Graph],
     ) -> None:
         """Before the first update of an observed step: rehearse it. Does nothing before later ones. `others`: optimizers of
-        other sessions. `savable`: as for `refuse_infeasible`.
+        other sessions. `savable`, `parked`: as for `refuse_infeasible`.
 
         Raises InfeasibleError where no plan of the steps that come keeps the budget, and PlanMismatchError where the plan that
         was given is of another model.
@@ -85,7 +86,7 @@ class Foresight:
             if self._plan is not None and self._plan.fits(to_come, limit_nbytes, machine_of(observation.device)):
                 return
             later = Later(self.optimizers, others, observation.device)
-            refuse_infeasible(to_come, budget_nbytes, offloading, say, self.update.known, later, savable)
+            refuse_infeasible(to_come, budget_nbytes, offloading, say, self.update.known, later, savable, parked)
 
     def to_come(self, observation: Observation) -> Graph:
         """The graph of the steps that come, made of the part of this step that was observed before its update."""
@@ -331,6 +332,7 @@ def refuse_infeasible(
     known: bool,
     later: Later,
     savable: Callable[[Graph, bool], int],
+    parked: Callable[[Graph], Graph],
 ) -> None:
     """Before the first update: raise InfeasibleError where no plan of the steps that come keeps the budget.
 
@@ -340,6 +342,7 @@ def refuse_infeasible(
     later: what other optimizers may still make. It is asked only where the budget is refused.
     savable: `savable(graph, surely)` gives the bytes that running in another way (compiled, in tiles) would save, at most or
         surely. It is asked only where the step does not fit.
+    parked: gives the step of a graph with the optimizer's state in a tier. It is asked only where no other plan fits.
     """
     headroom, machine = offloading.config.headroom, machine_of(offloading.device)
     plain_nbytes = unmodified_peak(graph, machine)
@@ -349,6 +352,11 @@ def refuse_infeasible(
     smallest_nbytes = _smallest_nbytes(graph, offloading, machine, budget_nbytes - headroom) + headroom
     if smallest_nbytes <= budget_nbytes or smallest_nbytes - savable(graph, False) <= budget_nbytes:
         return
+    if (step := parked(graph)) is not graph:
+        graph = step
+        smallest_nbytes = _smallest_nbytes(graph, offloading, machine, budget_nbytes - headroom) + headroom
+        if smallest_nbytes <= budget_nbytes:
+            return
     surely_nbytes = savable(graph, True)
     needed = smallest_nbytes - surely_nbytes
     strangers = later.strangers()

@@ -1,0 +1,108 @@
+"""How a step changes whose optimizer state is parked in a tier between updates.
+
+Such state is not in memory when the step begins. That of a parameter which is updated early is there during this update. The
+update after backward has it a chunk of parameters at a time, and takes what it takes for each chunk alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+from lightning_memopt.graph import BEFORE, Graph, Op, Tensor
+from lightning_memopt.plan.model import StateParking
+
+_NAME = "parked state"
+
+
+@dataclass(frozen=True)
+class StateOf:
+    """The optimizer state of one parameter.
+
+    parking: what is parked of it, and what that costs.
+    sizes: bytes of each tensor that is parked, as the device's allocator gives them.
+    """
+
+    parking: StateParking
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Parameters that the update after backward updates together.
+
+    nbytes: bytes of their parked state.
+    beside_nbytes: bytes that their update takes in addition to weights, gradients and state.
+    """
+
+    nbytes: int
+    beside_nbytes: int
+
+
+def parked(graph: Graph, states: Sequence[StateOf], chunks: Iterable[Chunk]) -> Graph:
+    """The step of this graph with these states in a tier. `chunks`: those of the update after backward. Points and ids are
+    those of `graph`.
+    """
+    tensors, ops, last = list(graph.tensors), list(graph.ops), len(graph.points) - 1
+    for id, nbytes in _taken(graph, Counter(size for state in states for size in state.sizes)).items():
+        tensors[id] = replace(tensors[id], nbytes=tensors[id].nbytes - nbytes)
+    at_end = max((chunk.nbytes + chunk.beside_nbytes for chunk in chunks), default=0)
+
+    def add(op: Op, nbytes: int, freed_at: int) -> None:
+        """State is on the device from this op of an update on."""
+        id = len(tensors)
+        tensors.append(
+            Tensor(
+                id=id,
+                name=_NAME,
+                nbytes=nbytes,
+                kind="temporary",
+                storage=id,
+                born_at=op.at,
+                freed_at=freed_at,
+            )
+        )
+        ops[op.id] = replace(ops[op.id], outputs=(*ops[op.id].outputs, id))
+
+    nbytes_of = {state.parking.parameter: sum(state.sizes) for state in states}
+    updates = []
+    for update in graph.updates:
+        nbytes, update_ops = nbytes_of.get(graph.tensors[update.parameter].name, 0), graph.ops_of(update.at)
+        if nbytes and update_ops:
+            add(update_ops[0], nbytes, update_ops[-1].at)
+        updates.append(replace(update, beside_nbytes=update.beside_nbytes + nbytes))
+    usual = list(takewhile(lambda op: op.phase == "update", reversed(graph.ops))) if not graph.updates else []
+    for op in usual:
+        made = {t for t in op.outputs if graph.tensors[t].kind == "temporary"}
+        for t in made:
+            tensors[t] = replace(tensors[t], nbytes=0)
+        ops[op.id] = replace(op, workspace_nbytes=0)
+    if usual:
+        add(usual[0], at_end, last)
+    elif not graph.updates:  # it is not known yet where they are
+        id = len(tensors)
+        tensors.append(Tensor(id=id, name=_NAME, nbytes=at_end, kind="temporary", storage=id, born_at=BEFORE, freed_at=last))
+    return replace(
+        graph, tensors=tuple(tensors), ops=tuple(ops), updates=tuple(updates), usual_nbytes=at_end if graph.updates else 0
+    )
+
+
+def _taken(graph: Graph, sizes: Counter[int]) -> dict[int, int]:
+    """Tensor of optimizer state -> the bytes of it that tensors of these sizes are. Where the graph has them in blocks of other
+    sizes, they are taken from the largest blocks.
+    """
+    taken: dict[int, int] = {}
+    there = [t for t in graph.tensors if t.kind == "optimizer_state" and t.born_at == BEFORE and t.nbytes]
+    for t in there:
+        if sizes[t.nbytes] > 0:
+            sizes[t.nbytes] -= 1
+            taken[t.id] = t.nbytes
+    left = sum(size * n for size, n in sizes.items())
+    for t in sorted(there, key=lambda t: -t.nbytes):
+        nbytes = min(left, t.nbytes - taken.get(t.id, 0))
+        if nbytes:
+            taken[t.id] = taken.get(t.id, 0) + nbytes
+            left -= nbytes
+    return taken

@@ -1,0 +1,391 @@
+"""Optimizer state that is parked in a tier, and is on the device only while an update reads it.
+
+The tensors stay the user's own objects. Only their storages are emptied and filled again, so the optimizer computes the bits
+that it computes without us. A parameter's state is a dict (`ParkedState`) whose tensors come back when they are read, whoever
+reads them: the update, `state_dict()`, a loop that logs a norm. `Optimizer.step` goes through its groups one after the other:
+for one step, `_Chunks` gives it smaller groups, so that the state of only a few parameters is on the device.
+
+S1. A storage is emptied only after its copy out has ended, and its copy is dropped only after the copy back has: whatever fails
+    or is interrupted, one of the two has all bytes.
+S2. A tensor is parked only if nobody but the optimizer holds it, its storage, or the dict that it is in.
+S3. Checkpoints, copies and pickles have plain dicts, with tensors that have their bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import optim
+
+from lightning_memopt.errors import OffloadError
+from lightning_memopt.record import fills, is_plain, uncompiled, unwatched
+from lightning_memopt.record.below import below_autograd
+from lightning_memopt.record.tensors import bytes_of
+from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
+from lightning_memopt.runtime.tiers import Stored
+from lightning_memopt.torch_private import storage_id, storage_use_count, tensor_use_count
+
+_CHUNK_NBYTES = 32 << 20
+"""The most state that a usual step has on the device at a time, if no parameter has more."""
+_CHUNKS = 16
+"""Where that is more, a chunk has this part of all state: a step of so many chunks takes little longer."""
+
+
+class ParkedState(dict[Any, Any]):
+    """The state of one parameter. A tensor that is away has no bytes until somebody reads it.
+
+    away: name of a tensor -> its bytes in the tier.
+
+    Many methods: each way to read or change a dict.
+    """
+
+    __slots__ = ("_read", "away")
+
+    def __init__(self, state: dict[Any, Any], read: Callable[[ParkedState, Any], None]) -> None:
+        """`read(self, name)`: a tensor that is away is read, and has its bytes when this returns."""
+        super().__init__(state)
+        self.away: dict[Any, Stored] = {}
+        self._read = read
+
+    def plain(self) -> dict[Any, Any]:
+        """The same state as a plain dict, with all bytes."""
+        for name in tuple(self.away):
+            self._read(self, name)
+        return dict(dict.items(self))
+
+    def _there(self, name: Any) -> None:
+        if name in self.away:
+            self._read(self, name)
+
+    def __getitem__(self, name: Any) -> Any:
+        self._there(name)
+        return super().__getitem__(name)
+
+    def __iter__(self) -> Iterator[Any]:  # only because of it, `dict(state)` and `{**state}` call `__getitem__`
+        return super().__iter__()
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        self._there(name)
+        return super().get(name, default)
+
+    def __setitem__(self, name: Any, value: Any) -> None:
+        self._there(name)  # the tensor that is replaced may go on elsewhere
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: Any) -> None:
+        self._there(name)
+        super().__delitem__(name)
+
+    def setdefault(self, name: Any, default: Any = None) -> Any:
+        self._there(name)
+        return super().setdefault(name, default)
+
+    def pop(self, name: Any, *default: Any) -> Any:
+        self._there(name)
+        return super().pop(name, *default)
+
+    def popitem(self) -> tuple[Any, Any]:
+        self.plain()
+        return super().popitem()
+
+    def clear(self) -> None:
+        self.plain()
+        super().clear()
+
+    def update(self, *others: Any, **more: Any) -> None:
+        for name, value in dict(*others, **more).items():
+            self[name] = value
+
+    def items(self) -> Any:
+        return self.plain().items()
+
+    def values(self) -> Any:
+        return self.plain().values()
+
+    def copy(self) -> dict[Any, Any]:
+        return self.plain()
+
+    def __or__(self, other: Any) -> Any:
+        return self.plain() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.plain()
+
+    def __ior__(self, other: Any) -> Any:
+        self.update(other)
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return self.plain() == other
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        return repr(self.plain())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (self.plain(),)
+
+
+def values_of(state: Any) -> list[Any]:
+    """The values of a parameter's state as they are: none comes back."""
+    return list(dict.values(state)) if isinstance(state, dict) else [state]
+
+
+class ParkedStates:
+    """The state of some parameters of one optimizer, parked in a tier between updates.
+
+    parameters: these parameters.
+    moved_nbytes: bytes copied so far, out and back.
+
+    Many methods: it parks and fetches all state, that of one parameter, and one tensor, and it is told of each update.
+    """
+
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        parameters: Sequence[torch.Tensor],
+        depot: Depot,
+        tier: str,
+        say: Callable[[str], None],
+    ) -> None:
+        self.optimizer = optimizer
+        self.parameters = list(parameters)
+        self.moved_nbytes = 0
+        self._depot = depot
+        self._tier = tier
+        self._say = say
+        self._said: set[str] = set()
+        self._updating = 0
+        self._lock = threading.RLock()
+        self._nbytes = {id(p): sum(parkable(optimizer, p)) for p in self.parameters}
+        self._groups: list[dict[str, Any]] | None = None
+        self._hook: Any = optimizer.register_state_dict_post_hook(_with_plain_states)
+
+    def has(self, p: torch.Tensor) -> bool:
+        """Whether it is one of these parameters."""
+        return id(p) in self._nbytes
+
+    # -- all state ---------------------------------------------------------------------------------
+
+    def park(self) -> None:
+        """Park all state that is on the device."""
+        for p in self.parameters:
+            self._park(p, {})
+
+    def fetch(self) -> None:
+        """Put all state on the device, into plain dicts, as it is without us."""
+        self._give_back_groups()
+        with self._update():
+            for p in self.parameters:
+                state = self.optimizer.state.get(p)
+                if type(state) is ParkedState:
+                    self.optimizer.state[p] = state.plain()
+
+    def close(self) -> None:
+        """As `fetch`, and nothing is parked any more. May be called again."""
+        self.fetch()
+        self.parameters = []
+        self._nbytes = {}
+        self._hook.remove()
+
+    # -- updates -----------------------------------------------------------------------------------
+
+    def step_begins(self) -> None:
+        """The optimizer is about to step: it gets its parameters in chunks."""
+        self._give_back_groups()
+        self._groups = self.optimizer.param_groups
+        code = inspect.unwrap(type(self.optimizer).step).__code__
+        self.optimizer.param_groups = _Chunks(self._groups, code, self._in_chunks)
+
+    def step_ended(self) -> None:
+        """A step is over: park what it did not."""
+        if self._groups is not None:
+            self._give_back_groups()
+            self._tell("its step does not go through its groups, so all state was on the device at once")
+        self.park()
+
+    def _give_back_groups(self) -> None:
+        groups, self._groups = self._groups, None
+        if groups is not None and type(self.optimizer.param_groups) is _Chunks:
+            self.optimizer.param_groups = groups
+
+    def _in_chunks(self, step: FrameType) -> Iterator[dict[str, Any]]:
+        """The groups of the step that runs in this frame, in chunks. A chunk's state is parked when the next one begins."""
+        groups = self._groups or self.optimizer.param_groups
+        self._give_back_groups()  # whatever the step raises, it has them back
+        with self._update():
+            for group in groups:
+                for chunk in chunks_of(group["params"], self._nbytes):
+                    yield {**group, "params": chunk}
+                    lists = (value for value in step.f_locals.values() if type(value) is list)
+                    held = Counter(id(t) for value in lists for t in value)
+                    for p in filter(self.has, chunk):
+                        self._park(p, held)
+
+    @contextlib.contextmanager
+    def updating(self, p: torch.Tensor) -> Iterator[None]:
+        """Around the update of one parameter in backward."""
+        with self._update():
+            yield
+        if id(p) in self._nbytes:
+            self._park(p, {})
+
+    @contextlib.contextmanager
+    def _update(self) -> Iterator[None]:
+        """Within, it is an update that reads state, or the package itself."""
+        self._updating += 1
+        try:
+            yield
+        finally:
+            self._updating -= 1
+
+    # -- one parameter -----------------------------------------------------------------------------
+
+    @uncompiled
+    def _park(self, p: torch.Tensor, held: Mapping[int, int]) -> None:
+        """Park the state of a parameter. `held`: identity of a tensor -> how often a step holds it that will not read it."""
+        with self._lock:
+            states: dict[Any, Any] = self.optimizer.state
+            if p not in states or not states[p]:
+                return
+            if type(states[p]) is not ParkedState:
+                if type(states[p]) is not dict or _references(states, p) > _ALONE[0]:
+                    self._tell("its dicts are held elsewhere, and stay on the device")
+                    return
+                states[p] = ParkedState(states[p], self._read)
+            state = states[p]
+            for name in tuple(dict.keys(state)):
+                if name not in state.away and may_be_parked(dict.__getitem__(state, name)):
+                    self._park_one(state, name, held)
+
+    def _park_one(self, state: ParkedState, name: Any, held: Mapping[int, int]) -> None:
+        counts = _use_counts(state, name)
+        t: torch.Tensor = dict.__getitem__(state, name)
+        if counts[0] - held.get(id(t), 0) > _ALONE[0] or counts[1:] != _ALONE[1:]:
+            self._tell(f"some of it ({name!r}) is held elsewhere, and stays on the device")
+            return
+        storage = t.untyped_storage()
+        with below_autograd(), unwatched():
+            flat = bytes_of(t)
+            try:
+                stored = self._depot.store(self._tier, flat, f"optimizer state {name!r}")
+                stored.wait_stored()
+            except OffloadError as error:
+                self._tell(f"{error}: it stays on the device")
+                return
+            del flat
+            state.away[name] = stored  # S1: before the storage is emptied
+            storage.resize_(0)
+        self.moved_nbytes += stored.nbytes
+
+    @uncompiled
+    def _read(self, state: ParkedState, name: Any) -> None:
+        """A tensor that is away is read: fill its storage again."""
+        with self._lock:
+            stored = state.away.get(name)
+            if stored is None:
+                return
+            t: torch.Tensor = dict.__getitem__(state, name)
+            with below_autograd(), unwatched():
+                t.untyped_storage().resize_(stored.nbytes)
+                stored.fetch(bytes_of(t))
+                stored.wait_fetched()
+            del state.away[name]  # S1: after the copy back
+            stored.release()
+            self.moved_nbytes += stored.nbytes
+            if not self._updating:
+                self._tell("the loop reads it between updates, and it comes back for that; it is parked again in the next step")
+
+    def _tell(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            self._say(f"MemOpt: optimizer state that the plan parks: {what}")
+
+
+def chunks_of(params: Sequence[torch.Tensor], parked: Mapping[int, int]) -> list[list[torch.Tensor]]:
+    """Parts of a group, in the order of their updates: first the parameters whose state stays, then the others, in chunks.
+    `parked`: identity of a parameter whose state is parked -> bytes of that state.
+    """
+    parts = [[p for p in params if id(p) not in parked]]
+    most, room = min(_CHUNK_NBYTES, sum(parked.values()) // _CHUNKS), 0
+    for p in params:
+        if id(p) not in parked:
+            continue
+        nbytes = parked[id(p)]
+        if nbytes > room or len(parts) == 1:
+            parts.append([])
+            room = max(most, nbytes)
+        parts[-1].append(p)
+        room -= nbytes
+    return [part for part in parts if part] or [[]]
+
+
+def parkable(optimizer: optim.Optimizer, p: torch.Tensor) -> list[int]:
+    """Bytes of each tensor of a parameter's state that may be parked, or is."""
+    state = optimizer.state.get(p)
+    if not isinstance(state, dict):
+        return []
+    away = state.away if type(state) is ParkedState else {}
+    there = (t for name, t in dict.items(state) if name not in away and may_be_parked(t))
+    return [stored.nbytes for stored in away.values()] + [t.nbytes for t in there]
+
+
+class _Chunks(list[Any]):
+    """The groups of an optimizer. Whoever goes through them gets them, but the optimizer's step gets chunks.
+
+    code: that of the step.
+    chunks: gives the chunks, for the frame of the step.
+    """
+
+    def __init__(self, groups: list[Any], code: CodeType, chunks: Callable[[FrameType], Iterator[Any]]) -> None:
+        super().__init__(groups)
+        self._code = code
+        self._chunks = chunks
+
+    def __iter__(self) -> Iterator[Any]:
+        caller = sys._getframe(1)
+        return self._chunks(caller) if caller.f_code is self._code else super().__iter__()
+
+
+def may_be_parked(t: Any) -> bool:
+    """Whether this tensor can be parked, if nobody else holds it."""
+    return (
+        isinstance(t, torch.Tensor)
+        and is_plain(t)
+        and t.nbytes >= LEAST_NBYTES
+        and not t.requires_grad
+        and t.untyped_storage().resizable()
+        and fills(t)
+    )
+
+
+def _with_plain_states(_: optim.Optimizer, checkpoint: dict[str, Any]) -> None:
+    """A checkpoint is made: it has plain dicts (S3)."""
+    states = checkpoint["state"]
+    for key, state in states.items():
+        if type(state) is ParkedState:
+            states[key] = state.plain()
+
+
+def _references(holder: dict[Any, Any], name: Any) -> int:
+    return sys.getrefcount(dict.__getitem__(holder, name))
+
+
+def _use_counts(holder: dict[Any, Any], name: Any) -> tuple[int, int, int]:
+    """How many hold a value of this dict, its tensor in C++, and its storage."""
+    t = dict.__getitem__(holder, name)
+    t.untyped_storage()  # once Python has seen a storage, it counts as one that holds it
+    return _references(holder, name) - 1, tensor_use_count(t), storage_use_count(storage_id(t))
+
+
+_ALONE = _use_counts({0: torch.empty(1)}, 0)
+"""`_use_counts` of a tensor that nothing else holds."""
