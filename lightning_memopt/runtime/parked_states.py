@@ -273,7 +273,6 @@ class ParkedStates:
         if counts[0] - held.get(id(t), 0) > _ALONE[0] or counts[1:] != _ALONE[1:]:
             self._tell(f"some of it ({name!r}) is held elsewhere, and stays on the device")
             return
-        storage = t.untyped_storage()
         with below_autograd(), unwatched():
             flat = bytes_of(t)
             try:
@@ -283,8 +282,10 @@ class ParkedStates:
                 self._tell(f"{error}: it stays on the device")
                 return
             del flat
+            if not t.untyped_storage().resizable():  # a checkpoint's, as `torch.load` makes it
+                t.set_(torch.empty_like(t).copy_(t).untyped_storage(), 0, t.size(), t.stride())
             state.away[name] = stored  # S1: before the storage is emptied
-            storage.resize_(0)
+            t.untyped_storage().resize_(0)
         self.moved_nbytes += stored.nbytes
 
     @uncompiled
@@ -363,7 +364,7 @@ def may_be_parked(t: Any) -> bool:
         and is_plain(t)
         and t.nbytes >= LEAST_NBYTES
         and not t.requires_grad
-        and t.untyped_storage().resizable()
+        and not t.is_shared()
         and fills(t)
     )
 

@@ -1,0 +1,34 @@
+"""Parked optimizer state in a Trainer: every optimizer with every feature, alone and all at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_memopt.runtime import parked_states
+from tests.cpu.early_updates.test_in_backward_matrix import FEATURES, learn
+from tests.cpu.lib.early import OPTIMIZERS
+from tests.cpu.lib.fits import assert_same_tree, memopt, session_of
+
+PARKED = dict(offload="disk", max_slowdown=1e6, profile_steps=1)
+FACTORED = ("adafactor",)  # its state is smaller than the least that is parked
+
+
+@pytest.mark.parametrize("backward", ["never", "always"])
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_exact(name: str, feature: str, backward: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, optimizer state, rates, metrics, steps and generator of the plain Trainer, with all state in the disk tier."""
+    monkeypatch.setattr(parked_states, "LEAST_NBYTES", 512)
+    moved = []
+    read = parked_states.ParkedStates._read
+    monkeypatch.setattr(parked_states.ParkedStates, "_read", lambda *args: (moved.append(args[-1]), read(*args))[1])
+    options = FEATURES[feature]
+    _, plain = learn("auto", name, tmp_path / "saved.ckpt", **options)
+    trainer, found = learn(memopt(optimizer_in_backward=backward, **PARKED), name, tmp_path / "saved.ckpt", **options)
+    assert_same_tree(plain, found)
+    plan = session_of(trainer).plan
+    assert plan is not None
+    if name not in FACTORED:
+        assert plan.states and moved
