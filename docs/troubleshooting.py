@@ -119,6 +119,11 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "An op gave other bits when it ran a second time: it is not deterministic.",
         "Use deterministic algorithms to have it rebuilt. Otherwise its result is kept, and nothing is wrong.",
     ),
+    ("runtime/parked_states.py", "MemOpt: optimizer state that the plan parks"): (
+        "The plan copies optimizer state to a tier between updates. Other code reads some of it or holds it, or it cannot be "
+        "written. It has the right bits wherever it is, but a step takes more bytes than predicted.",
+        "Let go of checkpoints and state dicts that the loop holds, or make room in the tier.",
+    ),
     ("runtime/pool/windows.py", "MemOpt: a step differs"): (
         "The step made other requests to the allocator than the planned step.",
         "Nothing, if this is rare. Otherwise pad batches to a few shapes.",
@@ -177,6 +182,15 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Mend why there is no plan, make the batch smaller, or the budget larger.",
     ),
     ("session/solve/foresight.py", "MemOpt: the step does not fit"): ("The unmodified step is above the budget.", NOTHING),
+    ("session/parked_states.py", "MemOpt: optimizer state is not parked"): (
+        "Parameters are updated a few at a time while the state of the others is in a tier. Only of torch's own optimizers is "
+        "it known that this gives the same bits.",
+        "What the line says. Otherwise nothing: the plan keeps the budget without it, or another line says that none does.",
+    ),
+    ("session/parked_states.py", "MemOpt: parked between updates"): (
+        "With `offload=`, the state rests in the tier between updates, because the budget needs the bytes.",
+        NOTHING,
+    ),
     ("session/pooling.py", "MemOpt: no planned pool:"): (
         "The pool cannot be installed, for the reason named.",
         "Leave `pool` out, or end the other run that has it.",
@@ -208,7 +222,7 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "No tensor that a plan could drop is in memory at the peak.",
         "One of the remedies at the end of the line.",
     ),
-    ("session/solve/solving.py", "MemOpt: nothing is parked"): (
+    ("session/solve/solving.py", "MemOpt: no saved tensor is parked"): (
         "To run ops again takes less time than to copy their results over this link, or no plan that parks was found in time.",
         "Nothing: the plan keeps the budget. `recompute=False` parks whatever the link's speed.",
     ),

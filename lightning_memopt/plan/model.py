@@ -250,7 +250,7 @@ class Plan:
 def states_text(states: Sequence[StateParking]) -> str:
     """A text: how much optimizer state is parked, and where."""
     nbytes = format_nbytes(sum(state.nbytes for state in states))
-    return f"the optimizer state of {len(states)} parameters ({nbytes}) is parked in the {states[0].tier} tier between updates"
+    return f"the optimizer state of {len(states)} parameters ({nbytes}), in the {states[0].tier} tier"
 
 
 def tiles_text(tiles: Sequence[TiledHead]) -> str:

@@ -65,6 +65,10 @@ class Neighbours(Part):
     """
 
     def __init__(self, device: torch.device, budget_nbytes: int | None) -> None:
+        self.moved(device, budget_nbytes)
+
+    def moved(self, device: torch.device, budget_nbytes: int | None) -> None:
+        """The model is on this device, with this budget."""
         self.device, self.budget_nbytes = device, budget_nbytes
         self._steps = 0
         self._said = False

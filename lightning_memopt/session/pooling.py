@@ -18,7 +18,7 @@ from lightning_memopt.device.places import on_host
 from lightning_memopt.plan import Addresses
 from lightning_memopt.runtime.pool import ALIGNMENT, LoggedStep, PoolStatus, PoolWindows, Solve, StreamWindows
 from lightning_memopt.session.judge.states import Running
-from lightning_memopt.session.parts import Part
+from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.solvers.placement import Buffer, place_cyclic
 from lightning_memopt.units import format_nbytes
 
@@ -37,7 +37,10 @@ class Pooling(Part):
     beginning of the next step (gradients, the loop's loss), has an address, too.
     """
 
-    def __init__(self, config: MemOptConfig, device: torch.device, say: Say) -> None:
+    def __init__(self, config: MemOptConfig, device: torch.device, say: Say, parts: Parts) -> None:
+        """`parts`: those of the session; it is one if it is wanted."""
+        if config.pool is not None:
+            parts.add(self)
         self._config, self._device, self._say = config, device, say
         self._windows: PoolWindows | StreamWindows | None = None
         self._reason: str | None = None

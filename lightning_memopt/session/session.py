@@ -50,8 +50,8 @@ from lightning_memopt.session.observe.observing import Observing, Waiting
 from lightning_memopt.session.observe.resident import resident_tensors
 from lightning_memopt.session.observe.silence import WAITS, Silence, gradients_are_recorded, trains
 from lightning_memopt.session.parameters import Parameters
+from lightning_memopt.session.parked_states import StatesAtRest
 from lightning_memopt.session.parking.offloading import Offloading
-from lightning_memopt.session.parking.states import StatesAtRest
 from lightning_memopt.session.parts import Parts
 from lightning_memopt.session.pooling import Pooling
 from lightning_memopt.session.ranks.agreement import Agreement
@@ -97,12 +97,11 @@ class Session:
         self.foresight, self.silence = Foresight(self.optimizers, self._foreseen), Silence(config.profile_steps)
         self._offloading = self._parts.add(Offloading(self.device, config))
         regions = () if self.given is None else self.given[0].regions
-        self._compiled = CompiledRegions(model, config, self.budget_nbytes, self.enabled, self._agreement, regions)
-        self._parts.add(self._compiled)
+        self._compiled = self._parts.add(
+            CompiledRegions(model, config, self.budget_nbytes, self.enabled, self._agreement, regions)
+        )
         blocks = self._parts.add(CompiledBlocks(config, self.say))
-        self.pool = Pooling(config, self.device, self.say)
-        if config.pool is not None:
-            self._parts.add(self.pool)
+        self.pool = Pooling(config, self.device, self.say, self._parts)
         self._tiling = Tiling(model, config, self._agreement, self.say, self._parts)
         self._states = self._parts.add(StatesAtRest(model, self.optimizers, self._offloading, self._agreement, self.say))
         self._neighbours = self._parts.add(Neighbours(self.device, self.budget_nbytes))
@@ -167,8 +166,7 @@ class Session:
 
     def closure_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer's step is about to run forward and backward inside of it."""
-        if self._observed_step.now is not None:
-            self._observed_step.now.stop_metering()
+        self._observed_step.stop_metering()
         self._metering.span_begins(optimizer)
 
     def update_begins(self, optimizer: torch.optim.Optimizer, closure: bool = False) -> None:
@@ -191,6 +189,7 @@ class Session:
 
     def _look_ahead(self, observation: Observation | None) -> None:
         state, early, savable = self._current, self._early, partial(self._tiling.savable_nbytes, self._compiled.savable_nbytes)
+        parked = self._states.smallest
         others = [] if self._attachment is None or observation is None else self._attachment.others()
         try:
             names, refusal = early.shown(observation) if early is not None and isinstance(state, Observing) else (None, None)
@@ -200,9 +199,7 @@ class Session:
                 if refusal is not None:
                     raise refusal
                 if observation is not None and not backward_runs():  # one that steps in a hook does not end the backward
-                    self.foresight.look(
-                        observation, self.budget_nbytes, self._offloading, self.say, others, savable, self._states.smallest
-                    )
+                    self.foresight.look(observation, self.budget_nbytes, self._offloading, self.say, others, savable, parked)
             if early is not None and isinstance(state, Observing) and shown is not None:
                 state.for_early = early.agreed(self._agreement.early)
         except BaseException:
@@ -378,11 +375,8 @@ class Session:
             return
         self.device, self.budget_nbytes = device, budget_on(device, self.config)
         self._limit_nbytes = limit_of(self.budget_nbytes, self.config)
-        self._parts.drop(self._neighbours)
-        self._neighbours = self._parts.add(Neighbours(device, self.budget_nbytes))
-        self._parts.drop(self._offloading)
-        self._offloading.close()
-        self._states.offloading = self._offloading = self._parts.add(Offloading(device, self.config))
+        self._neighbours.moved(device, self.budget_nbytes)
+        self._offloading.moved(device)
         self._plan_cache.clear()
 
     def _enter(self, call: Signature, batch: Any) -> State:
@@ -461,8 +455,7 @@ class Session:
         return goes_on, PlannedRecording(engine, self.model) if goes_on and engine is not None else None
 
     def _round_ended(self, engine: Engine) -> None:
-        if self._observed_step.now is not None:
-            self._observed_step.now.forward_ended()
+        self._observed_step.forward_ended()
         if isinstance(engine, PlannedEngine) and isinstance(self._current, Running):
             self._step.deviates = self._step.deviates or not engine.cursor.deviation.aside
             self._sequence.ran(engine)

@@ -131,7 +131,7 @@ def test_a_slow_link_is_not_used(model: str, monkeypatch: pytest.MonkeyPatch, ca
         assert 0 <= found.status.plan.predicted.peak_nbytes - found.allocated < BLOCK, "the host has the state of generators"
         moved.append(sum(parked(found).values()))
         assert f"unmodified {format_nbytes(plain(model, False).reserved)};" in caplog.text, "as a budget counts it"
-        said.append("nothing is parked in the host tier" in caplog.text)
+        said.append("no saved tensor is parked in the host tier" in caplog.text)
     assert moved[0] > moved[1] == 0
     assert said == [False, True]
 

@@ -142,6 +142,14 @@ class ObservedStep:
                 "the last forward, and takes the bytes of the others as they are"
             )
 
+    def forward_ended(self) -> None:
+        if self.now is not None:
+            self.now.forward_ended()
+
+    def stop_metering(self) -> None:
+        if self.now is not None:
+            self.now.stop_metering()
+
     def update_ended(self) -> None:
         """An optimizer's update is over."""
         if self.now is not None:

@@ -43,7 +43,17 @@ class Offloading(Part):
     """
 
     def __init__(self, device: torch.device, config: MemOptConfig) -> None:
-        self.device, self.config = device, config
+        self.config = config
+        self._on(device)
+
+    def moved(self, device: torch.device) -> None:
+        """The model is on another device now."""
+        self.close()
+        vars(self).pop("rates", None)
+        self._on(device)
+
+    def _on(self, device: torch.device) -> None:
+        config, self.device = self.config, device
         name, directory = config.offload_to
         self.tier = {"none": "", "auto": "" if on_host(device) else "host"}.get(name, name)
         if self.tier == "host" and on_host(device):

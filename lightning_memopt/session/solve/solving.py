@@ -64,7 +64,7 @@ def plan_for(
         link = rates.links[offloading.tier]
         out, back = (format_nbytes(int(rate)) for rate in (link.out_bytes_per_second, link.in_bytes_per_second))
         say(
-            f"MemOpt: nothing is parked in the {offloading.tier} tier: no plan that parks was found to be faster than "
+            f"MemOpt: no saved tensor is parked in the {offloading.tier} tier: no plan that parks was found to be faster than "
             f"recomputation alone. Copies were measured: {out} a second out, {back} back"
         )
     return Solved(frontier, plan, above)

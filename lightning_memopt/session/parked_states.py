@@ -215,7 +215,9 @@ class StatesAtRest(Part):
         assert chosen.solved is not None
         if chosen.states:
             seconds = sum(state.seconds for state in chosen.states)
-            self._say(f"MemOpt: {states_text(chosen.states)}; its copies take {1e3 * seconds:.1f} ms of a step")
+            self._say(
+                f"MemOpt: parked between updates: {states_text(chosen.states)}; its copies take {1e3 * seconds:.1f} ms of a step"
+            )
         return chosen.solved
 
     def _fastest(self, frontier: Frontier, states: Sequence[StateOf], limit_nbytes: int) -> tuple[list[StateOf], float]:
