@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo check test test-all device-thread coverage bench docs matrix emulated clean
+.PHONY: setup demo check test test-all test-exhaustive device-thread coverage bench docs matrix emulated clean
 
 setup: $(STAMP)
 
@@ -29,11 +29,15 @@ MACHINE ?= standard
 
 # pytest runs last, so that its summary line ends the output.
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --machine $(MACHINE) -m "not long"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --machine $(MACHINE) -m "not long and not exhaustive"
 
 # The long ones, too: groups of processes, launchers, models of the benchmarks, and `make check`. What is landed passes them.
 test-all: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --machine $(MACHINE)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --machine $(MACHINE) -m "not exhaustive"
+
+# The others (tests/exhaustive.txt): more models, processes and compilers for what quicker tests check. A quarter of an hour.
+test-exhaustive: setup
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --machine $(MACHINE) -m exhaustive
 
 # Every backward in a thread of its own, as on CUDA: make device-thread TESTS=tests/cpu/engine
 # MEMOPT_NATIVE=0 before it: by the engine in Python.

@@ -62,7 +62,8 @@ class _Try:
     lines: tuple[str, ...]
 
     @classmethod
-    def of(cls, solve: Solve, graph: Graph, states: Sequence[StateOf] = ()) -> _Try:
+    def of(cls, solve: Solve, graph: Graph, states: Sequence[StateOf] = (), whole: _Try | None = None) -> _Try:
+        """`whole`: that of the step with all state on the device."""
         lines: list[str] = []
         parkings = tuple(state.parking for state in states)
         try:
@@ -73,7 +74,9 @@ class _Try:
                 parkings, None, InfeasibleError(str(error), smallest_nbytes=smallest, budget_nbytes=budget), tuple(lines)
             )
         if parkings:
-            plan, frontier = with_states(solved.plan, parkings), replace(solved.frontier, states=parkings)
+            unmodified = (solved if whole is None or whole.solved is None else whole.solved).plan.unmodified_peak_nbytes
+            plan = replace(with_states(solved.plan, parkings), unmodified_peak_nbytes=unmodified)
+            frontier = replace(solved.frontier, states=parkings, unmodified_peak_nbytes=unmodified)
             solved = solved._replace(plan=plan, frontier=frontier)
         return cls(parkings, solved, None, tuple(lines))
 
@@ -195,7 +198,7 @@ class StatesAtRest(Part):
         whole = _Try.of(solve, graph)
         if whole.fits and whole.seconds == 0 and limit_nbytes is not None:
             return self._chosen(whole)
-        tries = [whole, _Try.of(solve, self._in_step(graph, states), states)]
+        tries = [whole, _Try.of(solve, self._in_step(graph, states), states, whole)]
         if limit_nbytes is None:
             most = most_extra_seconds(graph, self.offloading.config)
             return self._chosen(min(tries, key=lambda each: (each.seconds > most, each.nbytes)))
@@ -203,7 +206,7 @@ class StatesAtRest(Part):
             assert tries[-1].solved is not None
             some, bound = self._fastest(tries[-1].solved.frontier, states, limit_nbytes)
             if len(some) < len(states):
-                tries.append(_Try.of(solve, self._in_step(graph, some), some))
+                tries.append(_Try.of(solve, self._in_step(graph, some), some, whole))
             tries = [each.bounded(bound) for each in tries]
         return self._chosen(min(tries, key=lambda each: (0, each.seconds) if each.fits else (1, each.nbytes)))
 
@@ -215,9 +218,8 @@ class StatesAtRest(Part):
         assert chosen.solved is not None
         if chosen.states:
             seconds = sum(state.seconds for state in chosen.states)
-            self._say(
-                f"MemOpt: parked between updates: {states_text(chosen.states)}; its copies take {1e3 * seconds:.1f} ms of a step"
-            )
+            what = states_text(chosen.states)
+            self._say(f"MemOpt: parked between updates: {what}; its copies take {1e3 * seconds:.1f} ms of a step")
         return chosen.solved
 
     def _fastest(self, frontier: Frontier, states: Sequence[StateOf], limit_nbytes: int) -> tuple[list[StateOf], float]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import SHORT, benchmarks, commands, main
+from tests.conftest import exhaustive
 
 ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -96,3 +97,10 @@ def test_words_of_a_benchmark_are_its_own() -> None:
 def test_a_benchmark_that_fails_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chain", "--no-such-option"]) == 1
     assert "failed: chain" in capsys.readouterr().err
+
+
+def test_exhaustive_tests_are_there() -> None:
+    """A test that was renamed would silently be one of `make test-all` again, and a file that is gone would be forgotten."""
+    for name in exhaustive():
+        path, _, test = name.partition("::")
+        assert f"def {test.partition('[')[0]}(" in (ROOT / path).read_text() if test else (ROOT / path).is_file(), name

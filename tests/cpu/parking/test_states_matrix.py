@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,11 +12,11 @@ from tests.cpu.early_updates.test_in_backward_matrix import FEATURES, learn
 from tests.cpu.lib.early import OPTIMIZERS
 from tests.cpu.lib.fits import assert_same_tree, memopt, session_of
 
-PARKED = dict(offload="disk", max_slowdown=1e6, profile_steps=1)
+PARKED: dict[str, Any] = dict(offload="disk", max_slowdown=1e6, profile_steps=1)
 FACTORED = ("adafactor",)  # its state is smaller than the least that is parked
 
 
-@pytest.mark.parametrize("backward", ["never", "always"])
+@pytest.mark.parametrize("backward", ["never", pytest.param("always", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_exact(name: str, feature: str, backward: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
