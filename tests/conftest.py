@@ -1,5 +1,5 @@
-"""The machine that the tests run on (tests/cpu/lib/machines.py), where backwards run (tests/cpu/lib/device_thread.py), and which
-tests are `exhaustive` (exhaustive.txt).
+"""The machine that the tests run on (tests/cpu/lib/machines.py), where backwards run (tests/cpu/lib/device_thread.py), and
+which tests are `exhaustive` (exhaustive.txt).
 """
 
 from __future__ import annotations

@@ -49,8 +49,10 @@ class ParkedState(dict[Any, Any]):
 
     __slots__ = ("_read", "away")
 
-    def __init__(self, state: dict[Any, Any], read: Callable[[ParkedState, Any], None]) -> None:
-        """`read(self, name)`: a tensor that is away is read, and has its bytes when this returns."""
+    def __init__(self, state: Any = (), read: Callable[[ParkedState, Any], None] = lambda state, name: None) -> None:
+        """`read(self, name)`: a tensor that is away is read, and has its bytes when this returns. Code that makes another dict
+        of this type gives none, and gets one in which nothing is away.
+        """
         super().__init__(state)
         self.away: dict[Any, Stored] = {}
         self._read = read
@@ -144,7 +146,7 @@ class ParkedStates:
     """The state of some parameters of one optimizer, parked in a tier between updates.
 
     parameters: these parameters.
-    moved_nbytes: bytes copied so far, out and back.
+    moved_nbytes: bytes that updates have read so far, and that go back after them.
 
     Many methods: it parks and fetches all state, that of one parameter, and one tensor, and it is told of each update.
     """
@@ -216,6 +218,7 @@ class ParkedStates:
     def _give_back_groups(self) -> None:
         groups, self._groups = self._groups, None
         if groups is not None and type(self.optimizer.param_groups) is _Chunks:
+            groups[:] = self.optimizer.param_groups  # a hook may have added one
             self.optimizer.param_groups = groups
 
     def _in_chunks(self, step: FrameType) -> Iterator[dict[str, Any]]:
@@ -286,7 +289,6 @@ class ParkedStates:
                 t.set_(torch.empty_like(t).copy_(t).untyped_storage(), 0, t.size(), t.stride())
             state.away[name] = stored  # S1: before the storage is emptied
             t.untyped_storage().resize_(0)
-        self.moved_nbytes += stored.nbytes
 
     @uncompiled
     def _read(self, state: ParkedState, name: Any) -> None:
@@ -302,7 +304,7 @@ class ParkedStates:
                 stored.wait_fetched()
             del state.away[name]  # S1: after the copy back
             stored.release()
-            self.moved_nbytes += stored.nbytes
+            self.moved_nbytes += 2 * stored.nbytes if self._updating else 0
             if not self._updating:
                 self._tell("the loop reads it between updates, and it comes back for that; it is parked again in the next step")
 

@@ -23,13 +23,14 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.plan import StateParking, states_text
 from lightning_memopt.plan.states import Chunk, StateOf, parked
 from lightning_memopt.record import parameters_of
-from lightning_memopt.runtime.early_updates import ALLOWED, Reason, of_step
+from lightning_memopt.runtime.early_updates import ALLOWED, EarlyUpdates, Reason, of_step
 from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
 from lightning_memopt.runtime.parked_states import ParkedStates, chunks_of, parkable
 from lightning_memopt.runtime.tiers import Tier
 from lightning_memopt.session.judge.states import Running
+from lightning_memopt.session.measure.peak_meter import in_compiled_code
 from lightning_memopt.session.parking.offloading import Offloading
-from lightning_memopt.session.parts import Part
+from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.ranks.agreement import Agreement
 from lightning_memopt.session.solve.rehearsal import rehearse
 from lightning_memopt.session.solve.solving import Solved
@@ -117,7 +118,11 @@ class StatesAtRest(Part):
         offloading: Offloading,
         meetings: Agreement,
         say: Say,
+        parts: Parts,
     ) -> None:
+        """`parts`: those of the session; it is one if a plan may park."""
+        if offloading.tier:
+            parts.add(self)
         self.model = model
         self.optimizers = optimizers
         self.offloading = offloading
@@ -127,19 +132,22 @@ class StatesAtRest(Part):
         self._states: tuple[StateParking, ...] = ()
         self._depot = Depot()
         self._parked: list[ParkedStates] = []
+        self._compiled = False
+        self._moved_nbytes = 0
 
     # -- moments of a step -------------------------------------------------------------------------
 
     def step_begins(self, state: object, limit_nbytes: int | None) -> None:
         self._put(state.plan.states if isinstance(state, Running) else ())
 
-    def rest(self, state: object) -> None:
-        """The session is between two steps. The next one may be of this state."""
+    def between_steps(self, state: object) -> None:
         if isinstance(state, Running):
             self._put(state.plan.states)
 
     def _put(self, states: tuple[StateParking, ...]) -> None:
         """These states are parked from now on, and no others."""
+        if self._compiled:
+            states = ()
         if states != self._states:
             self.close()
             self._begin(states)
@@ -147,11 +155,19 @@ class StatesAtRest(Part):
             each.park()
 
     def update_begins(self, optimizer: optim.Optimizer, own: bool, closure: bool) -> None:
+        if own and in_compiled_code():  # its step reads state where we do not see it
+            self._compiled = True
+            self.close()
         for each in self._parked:
             if each.optimizer is optimizer:
                 each.step_begins()
 
-    def updating(self, p: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    def also_in_backward(self, updates: EarlyUpdates | None) -> None:
+        """These updates read state, too."""
+        if updates is not None and self.offloading.tier:
+            updates.around = self._updating
+
+    def _updating(self, p: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         """Around the update of a parameter in backward."""
         each = next((each for each in self._parked if each.has(p)), None)
         return contextlib.nullcontext() if each is None else each.updating(p)
@@ -160,9 +176,15 @@ class StatesAtRest(Part):
         for each in self._parked:
             each.step_ended()
 
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes that updates have moved, out and back."""
+        return self._moved_nbytes + sum(each.moved_nbytes for each in self._parked)
+
     def close(self) -> None:
+        self._moved_nbytes = self.moved_nbytes
         while self._parked:
-            self._parked[-1].close()  # whose state cannot be fetched stays, with its tier
+            self._parked[-1].close()  # what cannot be fetched stays, with its tier
             self._parked.pop()
         self._depot.close()
         self._depot, self._states = Depot(), ()
@@ -188,38 +210,38 @@ class StatesAtRest(Part):
 
     # -- the plan ----------------------------------------------------------------------------------
 
-    def solved(self, solve: Solve, limit_nbytes: int | None, graph: Graph) -> Solved:
-        """Solve for the step of this graph, and park state where that is better (see the module). Raises InfeasibleError as
-        `solve` does.
+    def solved(self, solve: Solve, limit_nbytes: int | None, say: Say, graph: Graph) -> Solved:
+        """Solve for the step of this graph, and park state where that is better (see the module). `say` tells the user a line.
+        Raises InfeasibleError as `solve` does.
         """
         states = self._all(graph) if self._meetings.alone else []  # ranks make their plans together
         if not states:
-            return solve(graph, self._say)
+            return solve(graph, say)
         whole = _Try.of(solve, graph)
         if whole.fits and whole.seconds == 0 and limit_nbytes is not None:
-            return self._chosen(whole)
+            return self._chosen(say, whole)
         tries = [whole, _Try.of(solve, self._in_step(graph, states), states, whole)]
         if limit_nbytes is None:
             most = most_extra_seconds(graph, self.offloading.config)
-            return self._chosen(min(tries, key=lambda each: (each.seconds > most, each.nbytes)))
+            return self._chosen(say, min(tries, key=lambda each: (each.seconds > most, each.nbytes)))
         if tries[-1].fits:
             assert tries[-1].solved is not None
             some, bound = self._fastest(tries[-1].solved.frontier, states, limit_nbytes)
             if len(some) < len(states):
                 tries.append(_Try.of(solve, self._in_step(graph, some), some, whole))
             tries = [each.bounded(bound) for each in tries]
-        return self._chosen(min(tries, key=lambda each: (0, each.seconds) if each.fits else (1, each.nbytes)))
+        return self._chosen(say, min(tries, key=lambda each: (0, each.seconds) if each.fits else (1, each.nbytes)))
 
-    def _chosen(self, chosen: _Try) -> Solved:
+    def _chosen(self, say: Say, chosen: _Try) -> Solved:
         for line in chosen.lines:
-            self._say(line)
+            say(line)
         if chosen.refusal is not None:
             raise chosen.refusal
         assert chosen.solved is not None
         if chosen.states:
             seconds = sum(state.seconds for state in chosen.states)
             what = states_text(chosen.states)
-            self._say(f"MemOpt: parked between updates: {what}; its copies take {1e3 * seconds:.1f} ms of a step")
+            say(f"MemOpt: parked between updates: {what}; its copies take {1e3 * seconds:.1f} ms of a step")
         return chosen.solved
 
     def _fastest(self, frontier: Frontier, states: Sequence[StateOf], limit_nbytes: int) -> tuple[list[StateOf], float]:
@@ -278,6 +300,8 @@ class StatesAtRest(Part):
         reasons = of_step(optimizer, _CHUNKED)
         if any(group.get("capturable") for group in optimizer.param_groups):
             reasons.append(Reason("a capturable optimizer has its state at fixed addresses", "Set capturable=False"))
+        if self._compiled:
+            reasons.append(Reason("the optimizer's step is compiled", "Step without torch.compile"))
         for what, fix in reasons[:1]:
             if what not in self._said:
                 self._said.add(what)

@@ -30,6 +30,11 @@ class Part:
     def step_ended(self, planned: bool) -> None:
         """The step is over. `planned`: a plan was in force in it."""
 
+    def between_steps(self, state: object) -> None:
+        """The session is between two steps, and what observed the last one holds nothing. `state`: the one of the last step's
+        signature, which may have a plan by now.
+        """
+
     def evaluates(self, within_step: bool) -> None:
         """A forward of evaluation begins. `within_step`: between a forward of training and its update."""
 
@@ -68,6 +73,7 @@ class Parts:
         self.step_begins = self._overriding(Part.step_begins)
         self.update_begins = self._overriding(Part.update_begins)
         self.step_ended = self._overriding(Part.step_ended)
+        self.between_steps = self._overriding(Part.between_steps)
         self.evaluates = self._overriding(Part.evaluates)
         self.evaluation_begins = self._overriding(Part.evaluation_begins)
         self.close = self._overriding(Part.close)

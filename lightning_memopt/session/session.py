@@ -103,7 +103,7 @@ class Session:
         blocks = self._parts.add(CompiledBlocks(config, self.say))
         self.pool = Pooling(config, self.device, self.say, self._parts)
         self._tiling = Tiling(model, config, self._agreement, self.say, self._parts)
-        self._states = self._parts.add(StatesAtRest(model, self.optimizers, self._offloading, self._agreement, self.say))
+        self._states = StatesAtRest(model, self.optimizers, self._offloading, self._agreement, self.say, self._parts)
         self._neighbours = self._parts.add(Neighbours(self.device, self.budget_nbytes))
         self._early: EarlyUpdating | None = None
         self._attachment: Attachment | None = None
@@ -148,8 +148,7 @@ class Session:
         early = wanted(self.model, self.optimizers, self.config, reasons, self.say) if self.enabled else None
         self._parts.drop(self._early)
         self._early = None if early is None else self._parts.add(early, first=True)  # it may raise, and must be ended
-        if early is not None:
-            early.updates.around = self._states.updating
+        self._states.also_in_backward(None if early is None else early.updates)
         if early is not None and self.given is not None:
             early.adopt(names_of(self.given[1], self.given[0].updates))
 
@@ -240,7 +239,8 @@ class Session:
         self._observed_step.step_ended(self.say)
         self._plan_cache.step_ended(before, bool(step.plans), peak_nbytes, self.budget_nbytes)
         self.silence.step_ended()
-        self._states.rest(self._current)
+        for tell_state in self._parts.between_steps:
+            tell_state(self._current)
         self._metering.between.step_ended(bool(step.plans), self.device, self.budget_nbytes)
 
     def _judge(self, step: Step, measured: Measured | None) -> None:
@@ -301,7 +301,7 @@ class Session:
 
     def transfers(self) -> Transfers | None:
         """The transfers of the plan in force so far; None where it moves nothing. Waits for copies on a device to end."""
-        return transfers_of(self._plan_cache.main)
+        return transfers_of(self._plan_cache.main, self._states.moved_nbytes)
 
     @property
     def plan(self) -> Plan | None:
@@ -324,9 +324,8 @@ class Session:
         return 0 if self._early is None else self._early.updates.halfway
 
     def _applies(self, entered: str = "") -> bool:
-        if entered and (self.rounds.is_called or backward_runs()):  # a call beside the model's, or again
-            return False
-        return self.enabled and gradients_are_recorded() and self.silence.can_observe(self.model, self.device)
+        inside = bool(entered) and (self.rounds.is_called or backward_runs())  # a call beside the model's, or again
+        return not inside and self.enabled and gradients_are_recorded() and self.silence.can_observe(self.model, self.device)
 
     def _settle(self) -> None:
         """End the step that a new forward ends. Give up an observed step where only evaluation goes on."""
@@ -455,7 +454,8 @@ class Session:
         return goes_on, PlannedRecording(engine, self.model) if goes_on and engine is not None else None
 
     def _round_ended(self, engine: Engine) -> None:
-        self._observed_step.forward_ended()
+        if self._observed_step.now is not None:
+            self._observed_step.now.forward_ended()
         if isinstance(engine, PlannedEngine) and isinstance(self._current, Running):
             self._step.deviates = self._step.deviates or not engine.cursor.deviation.aside
             self._sequence.ran(engine)
@@ -489,7 +489,7 @@ class Session:
         def solve(step: Graph, say: Callable[[str], None]) -> Solved:
             return regions.in_plans(self._agreement.plan_for(step, limit, self._offloading, say, machine, self._foreseen))
 
-        whole = partial(self._states.solved, solve, limit)
+        whole = partial(self._states.solved, solve, limit, self.say)
         self._become(state, cache.take_graph(state, graph, self.say, partial(self._tiling.solved, whole, machine, limit)))
 
     def _become(self, old: State, new: State) -> None:

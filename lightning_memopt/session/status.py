@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_memopt.graph import Graph
@@ -51,9 +51,12 @@ class Transfers:
         return cls(depot.forwards, depot.moved_nbytes, depot.timed, *times)
 
 
-def transfers_of(state: State | None) -> Transfers | None:
-    """The transfers of the plan in force; None where it parks nothing. Waits as `Transfers.of` does."""
-    return Transfers.of(state.depot) if isinstance(state, Running) and state.depot is not None else None
+def transfers_of(state: State | None, state_nbytes: int) -> Transfers | None:
+    """The transfers of the plan in force; None where it parks nothing. Waits as `Transfers.of` does. `state_nbytes`: bytes of
+    optimizer state that were moved.
+    """
+    found = Transfers.of(state.depot) if isinstance(state, Running) and state.depot is not None else None
+    return found if found is None else replace(found, moved_nbytes=found.moved_nbytes + state_nbytes)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -142,10 +142,6 @@ class ObservedStep:
                 "the last forward, and takes the bytes of the others as they are"
             )
 
-    def forward_ended(self) -> None:
-        if self.now is not None:
-            self.now.forward_ended()
-
     def stop_metering(self) -> None:
         if self.now is not None:
             self.now.stop_metering()

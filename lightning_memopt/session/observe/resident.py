@@ -48,7 +48,7 @@ def batch_tensors(batch: Any) -> Iterator[Named]:
 def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Named]:
     for optimizer in optimizers:
         for state in optimizer.state.values():
-            for t in leaves_of(values_of(state)):
+            for t in leaves_of(state if type(state) is dict else values_of(state)):
                 if isinstance(t, torch.Tensor):
                     yield local_tensor(t), "optimizer_state", "optimizer state"
 
