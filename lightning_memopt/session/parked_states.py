@@ -33,7 +33,7 @@ from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.ranks.agreement import Agreement
 from lightning_memopt.session.solve.rehearsal import rehearse
-from lightning_memopt.session.solve.solving import Solved
+from lightning_memopt.session.solve.solving import NONE_SMALLER, Solved
 from lightning_memopt.session.worth import most_extra_seconds
 from lightning_memopt.solvers.frontier import Frontier, with_states
 from lightning_memopt.units import round_up
@@ -234,7 +234,8 @@ class StatesAtRest(Part):
 
     def _chosen(self, say: Say, chosen: _Try) -> Solved:
         for line in chosen.lines:
-            say(line)
+            if not (chosen.states and line.startswith(NONE_SMALLER)):  # but the plan that parks is
+                say(line)
         if chosen.refusal is not None:
             raise chosen.refusal
         assert chosen.solved is not None

@@ -25,6 +25,8 @@ from lightning_memopt.solvers import planner
 from lightning_memopt.units import format_nbytes
 
 Say = Callable[[str], None]
+NONE_SMALLER = "MemOpt: no plan is smaller"
+"""How a line of `chosen` begins."""
 
 
 class Solved(NamedTuple):
