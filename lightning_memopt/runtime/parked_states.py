@@ -154,11 +154,12 @@ class ParkedStates:
     def __init__(
         self,
         optimizer: optim.Optimizer,
-        parameters: Sequence[torch.Tensor],
+        parameters: Mapping[torch.Tensor, int],
         depot: Depot,
         tier: str,
         say: Callable[[str], None],
     ) -> None:
+        """`parameters`: parameter -> bytes of its state that are parked, now or after the update that makes it."""
         self.optimizer = optimizer
         self.parameters = list(parameters)
         self.moved_nbytes = 0
@@ -168,7 +169,7 @@ class ParkedStates:
         self._said: set[str] = set()
         self._updating = 0
         self._lock = threading.RLock()
-        self._nbytes = {id(p): sum(parkable(optimizer, p)) for p in self.parameters}
+        self._nbytes = {id(p): nbytes for p, nbytes in parameters.items()}
         self._groups: list[dict[str, Any]] | None = None
         self._hook: Any = optimizer.register_state_dict_post_hook(_with_plain_states)
 
@@ -258,7 +259,7 @@ class ParkedStates:
         """Park the state of a parameter. `held`: identity of a tensor -> how often a step holds it that will not read it."""
         with self._lock:
             states: dict[Any, Any] = self.optimizer.state
-            if p not in states or not states[p]:
+            if p not in states or not states[p]:  # no update has made it yet
                 return
             if type(states[p]) is not ParkedState:
                 if type(states[p]) is not dict or _references(states, p) > _ALONE[0]:

@@ -190,21 +190,20 @@ class StatesAtRest(Part):
         self._depot, self._states = Depot(), ()
 
     def _begin(self, states: tuple[StateParking, ...]) -> None:
-        """Park these states from now on."""
-        parameters = dict(self.model.named_parameters())
-        ours = [parameters[state.parameter] for state in states if state.parameter in parameters]
-        found = [(o, [p for p in ours if p in o.state]) for o in self.optimizers]
-        nbytes = sum(round_up(n, _ALIGN_NBYTES) for o, of_it in found for p in of_it for n in parkable(o, p))
+        """Park these states from now on, also those that the next update will make."""
+        nbytes_of = {state.parameter: state.nbytes for state in states}
+        nbytes = {id(p): nbytes_of[name] for name, p in self.model.named_parameters() if name in nbytes_of}
         self._states = states
         if not nbytes:
             return
+        tier, room = states[0].tier, sum(round_up(n, _ALIGN_NBYTES) for n in nbytes.values())
 
         def new_tier(name: str) -> Tier:
-            return self.offloading.depots.tier(name, nbytes)
+            return self.offloading.depots.tier(name, room)
 
-        tier = states[0].tier
         self._depot = Depot({tier: new_tier(tier)}, more=new_tier)
-        for optimizer, of_it in found:
+        for optimizer in self.optimizers:
+            of_it = {p: nbytes[id(p)] for p in parameters_of(optimizer) if id(p) in nbytes}
             if of_it:
                 self._parked.append(ParkedStates(optimizer, of_it, self._depot, tier, self._say))
 

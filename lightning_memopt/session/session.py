@@ -282,11 +282,10 @@ class Session:
             self._observed_step.abandon()
         self._ends.clear()
         self._step.plans.clear()
-        for close in self._parts.close:
-            close()
-        self._metering.end()
-        if self._attachment is not None:
-            self._attachment.leave()
+        leave = [] if self._attachment is None else [self._attachment.leave]
+        with contextlib.ExitStack() as stack:  # one that raises (state on a disk that fails) leaves no other open
+            for end in (*leave, self._metering.end, *reversed(self._parts.close)):
+                stack.callback(end)
 
     def ended_by(self, error: BaseException) -> RankFailedError | None:
         """An error ends the run. Returns the error to raise instead, where another rank failed first (`Ranks.ended_by`)."""

@@ -21,7 +21,7 @@ from lightning_memopt.plan import Plan
 from lightning_memopt.plan.files import read_plan, write_plan
 from lightning_memopt.runtime import parked_states
 from lightning_memopt.runtime.parked import Depot
-from lightning_memopt.runtime.parked_states import ParkedState, ParkedStates
+from lightning_memopt.runtime.parked_states import ParkedState, ParkedStates, parkable
 from lightning_memopt.runtime.tiers import DiskTier
 from tests.cpu.lib.engines import elements
 from tests.cpu.lib.said import listening
@@ -68,9 +68,8 @@ class Trained:
             self.backward()
             self.optimizer.step()
         self.tier = DiskTier(8 * MIB)
-        self.states = ParkedStates(
-            self.optimizer, list(self.model.parameters()), Depot({"disk": self.tier}), "disk", self.said.append
-        )
+        nbytes = {p: sum(parkable(self.optimizer, p)) for p in self.model.parameters()}
+        self.states = ParkedStates(self.optimizer, nbytes, Depot({"disk": self.tier}), "disk", self.said.append)
 
     def backward(self) -> None:
         self.optimizer.zero_grad()
@@ -386,7 +385,33 @@ def test_a_plan_file_parks_state(tmp_path: Path) -> None:
         write_plan(path, plan, graph)
     read, _ = read_plan(path)
     assert read.states == plan.states and read.states
-    kept.clear()
-    with optimize(model, optimizer, plan=path, offload="disk") as run:
-        loop(run, 2)
-    assert kept == [2 * len(plan.states)] * 2
+    for fresh in (False, True):  # state that the first planned update makes is parked, too
+        kept.clear()
+        optimizer.state.clear() if fresh else None
+        with optimize(model, optimizer, plan=path, offload="disk") as run:
+            loop(run, 2)
+        assert kept == [2 * len(plan.states)] * 2
+
+
+def test_a_disk_that_fails_at_the_end_leaves_nothing_else_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """State that cannot be read is named; the model can be trained in another run."""
+    model = net()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+
+    def loop() -> None:
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(512, 128)).square().mean().backward()
+            optimizer.step()
+
+    def failing(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(OffloadError, match="Input/output error"), monkeypatch.context() as patched:
+        with optimize(model, optimizer, budget="min", offload="disk", max_slowdown=1e6):
+            loop()
+            patched.setattr(DiskTier, "read", failing)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    with optimize(model, optimizer, budget="min") as run:
+        loop()
+        assert run.plan is not None
