@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cpu.lib.selected import selected
+
 pytest.importorskip("transformers")
 
 from benchmarks.lib.paths import ROOT
@@ -33,11 +35,15 @@ convolution outweighs all that so small a model saves.
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[str, Row]:
-    """What came of the cases: each is trained plainly, and within half of what a step has on top of what is resident."""
+def rows(request: pytest.FixtureRequest) -> dict[str, Row]:
+    """What came of the cases that are asked about: each is trained plainly, and within half of what a step has on top of what
+    is resident.
+    """
     found: dict[str, Row] = {}
     there = []
     for name in CASES:
+        if not selected(request, "name", name):
+            continue
         front, model, precision, variant = name.split("/")
         if missing(script_of(front, Case(model, precision, variant))) is None:
             there.append(name)

@@ -10,23 +10,31 @@ from lightning_memopt.native import counter
 from lightning_memopt.trace import count_all
 from tests.cpu.lib.compiled_ranks import PATIENT_SECONDS, WORLD
 from tests.cpu.lib.scripts import Interpreter
+from tests.cpu.lib.selected import selected
 from tests.cpu.lib.written import needs_gloo, written
 
 pytestmark = [needs_gloo, pytest.mark.long]
 Outcome = dict[str, Any]
-TOGETHER = "around,within,other_shapes,other_lengths_of_one_code,compiles_on_one,other_options"
+AROUND = "around"
+"""Takes as long as all others together: Inductor compiles. It is run where its test is (tests/exhaustive.txt)."""
+TOGETHER = "within,other_shapes,other_lengths_of_one_code,compiles_on_one,other_options"
 FAILING = "raises_on_0", "raises_on_1"
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory, package_interpreter: Interpreter) -> dict[str, list[Outcome]]:
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, package_interpreter: Interpreter
+) -> dict[str, list[Outcome]]:
     """What each rank wrote, by group of cases. No rank hung."""
+    around = f"{AROUND}," if selected(request, "case", AROUND) else ""
+    together = f"{around}{TOGETHER}"
     count_all(lambda _: None)
     if counter() is None:
         pytest.skip("bytes of compiled code are counted by the native counter, which needs a C++ compiler, as Inductor does")
     folder = tmp_path_factory.mktemp("ranks")
-    found = written("compiled_ranks", folder, TOGETHER, *FAILING, timeout=500, by=package_interpreter)
-    return {group: [found[f"{group}.{rank}"] for rank in range(WORLD)] for group in (TOGETHER, *FAILING)}
+    found = written("compiled_ranks", folder, together, *FAILING, timeout=500, by=package_interpreter)
+    names = {TOGETHER: together} | {name: name for name in FAILING}
+    return {group: [found[f"{name}.{rank}"] for rank in range(WORLD)] for group, name in names.items()}
 
 
 @pytest.fixture(scope="module")
