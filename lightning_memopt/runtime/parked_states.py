@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
@@ -25,6 +27,7 @@ from typing import Any
 import torch
 from torch import optim
 
+from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.record import fills, is_plain, uncompiled, unwatched
 from lightning_memopt.record.below import below_autograd
@@ -172,6 +175,7 @@ class ParkedStates:
         self._nbytes = {id(p): nbytes for p, nbytes in parameters.items()}
         self._groups: list[dict[str, Any]] | None = None
         self._hook: Any = optimizer.register_state_dict_post_hook(_with_plain_states)
+        _living.add(self)
 
     def has(self, p: torch.Tensor) -> bool:
         """Whether it is one of these parameters."""
@@ -313,6 +317,19 @@ class ParkedStates:
         if what not in self._said:
             self._said.add(what)
             self._say(f"MemOpt: optimizer state that the plan parks: {what}")
+
+
+_living: weakref.WeakSet[ParkedStates] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    """A forked process cannot read the tier, so it gets all state of the CPU. The parent parks its own in the next step."""
+    for states in tuple(_living):
+        if all(on_host(p.device) for p in states.parameters):
+            states.fetch()
+
+
+os.register_at_fork(before=_before_fork)
 
 
 def chunks_of(params: Sequence[torch.Tensor], parked: Mapping[int, int]) -> list[list[torch.Tensor]]:

@@ -77,8 +77,8 @@ def test_a_size_that_needs_the_disk_is_found_confirmed_and_trained_at() -> None:
     assert all(torch.equal(a, b) for a, b in zip(losses, also, strict=True))
     assert isinstance(after, Running) and after.peaks.measured_nbytes is not None and after.peaks.measured_nbytes <= BUDGET
     assert {tier_of(life.form) for life in after.plan.lives if life.how == "fetch"} == {"disk"}
-    with pytest.raises(InfeasibleError):
-        trained(int(1.02 * away.size) + 2, offload="disk")
+    with pytest.raises(InfeasibleError):  # not at once above that size: the search does not count on parked optimizer state
+        trained(2 * away.size, offload="disk")
 
 
 class Sizes(ParkingPlans):
