@@ -45,33 +45,28 @@ def parked(graph: Graph, states: Sequence[StateOf], chunks: Iterable[Chunk]) -> 
     """The step of this graph with these states in a tier. `chunks`: those of the update after backward. Points and ids are
     those of `graph`.
     """
-    tensors, ops, last = list(graph.tensors), list(graph.ops), len(graph.points) - 1
+    tensors = list(graph.tensors)
+    ops = list(graph.ops)
+    last = len(graph.points) - 1
     for id, nbytes in _taken(graph, Counter(size for state in states for size in state.sizes)).items():
         tensors[id] = replace(tensors[id], nbytes=tensors[id].nbytes - nbytes)
     at_end = max((chunk.nbytes + chunk.beside_nbytes for chunk in chunks), default=0)
 
-    def add(op: Op, nbytes: int, freed_at: int) -> None:
-        """State is on the device from this op of an update on."""
-        id = len(tensors)
+    def add(nbytes: int, freed_at: int, op: Op | None = None) -> None:
+        """State is on the device from this op of an update on; from the beginning of the step without one."""
+        id, born_at = len(tensors), BEFORE if op is None else op.at
         tensors.append(
-            Tensor(
-                id=id,
-                name=_NAME,
-                nbytes=nbytes,
-                kind="temporary",
-                storage=id,
-                born_at=op.at,
-                freed_at=freed_at,
-            )
+            Tensor(id=id, name=_NAME, nbytes=nbytes, kind="temporary", storage=id, born_at=born_at, freed_at=freed_at)
         )
-        ops[op.id] = replace(ops[op.id], outputs=(*ops[op.id].outputs, id))
+        if op is not None:
+            ops[op.id] = replace(ops[op.id], outputs=(*ops[op.id].outputs, id))
 
     nbytes_of = {state.parking.parameter: sum(state.sizes) for state in states}
     updates = []
     for update in graph.updates:
         nbytes, update_ops = nbytes_of.get(graph.tensors[update.parameter].name, 0), graph.ops_of(update.at)
         if nbytes and update_ops:
-            add(update_ops[0], nbytes, update_ops[-1].at)
+            add(nbytes, update_ops[-1].at, update_ops[0])
         updates.append(replace(update, beside_nbytes=update.beside_nbytes + nbytes))
     usual = list(takewhile(lambda op: op.phase == "update", reversed(graph.ops))) if not graph.updates else []
     for op in usual:
@@ -80,10 +75,9 @@ def parked(graph: Graph, states: Sequence[StateOf], chunks: Iterable[Chunk]) -> 
             tensors[t] = replace(tensors[t], nbytes=0)
         ops[op.id] = replace(op, workspace_nbytes=0)
     if usual:
-        add(usual[0], at_end, last)
+        add(at_end, last, usual[0])
     elif not graph.updates:  # it is not known yet where they are
-        id = len(tensors)
-        tensors.append(Tensor(id=id, name=_NAME, nbytes=at_end, kind="temporary", storage=id, born_at=BEFORE, freed_at=last))
+        add(at_end, last)
     return replace(
         graph, tensors=tuple(tensors), ops=tuple(ops), updates=tuple(updates), usual_nbytes=at_end if graph.updates else 0
     )

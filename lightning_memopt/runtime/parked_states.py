@@ -241,11 +241,10 @@ class ParkedStates:
 
     @contextlib.contextmanager
     def updating(self, p: torch.Tensor) -> Iterator[None]:
-        """Around the update of one parameter in backward."""
+        """Around the update of one of these parameters in backward."""
         with self._update():
             yield
-        if id(p) in self._nbytes:
-            self._park(p, {})
+        self._park(p, {})
 
     @contextlib.contextmanager
     def _update(self) -> Iterator[None]:

@@ -255,7 +255,9 @@ class StatesAtRest(Part):
         nbytes = [0, *accumulate(state.parking.nbytes for state in largest)]
         seconds = [0.0, *accumulate(state.parking.seconds for state in largest)]
         counts = sorted({bisect_left(nbytes, k * nbytes[-1] / _SHARES) for k in range(_SHARES + 1)}, reverse=True)
-        best, least, bound = (math.inf, len(states)), 0.0, math.inf
+        best = math.inf, len(states)
+        least = 0.0
+        bound = math.inf
         for count, fewer in pairwise(counts):
             with contextlib.suppress(InfeasibleError):
                 plan = frontier.plan(limit_nbytes - (nbytes[-1] - nbytes[count]))
@@ -269,7 +271,9 @@ class StatesAtRest(Part):
         """All state that can be parked, as it is, or as the first update will make it. `timed`: with the seconds of copies."""
         if not self.offloading.tier:
             return []
-        tier, rates, device = self.offloading.tier, None, self.offloading.device
+        tier = self.offloading.tier
+        device = self.offloading.device
+        rates = None
         names = {id(p): name for name, p in self.model.named_parameters() if p.requires_grad and is_on(device, p.device)}
         rounded = kind_of(graph.device).allocated_nbytes
         found = []
