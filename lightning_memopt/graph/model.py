@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from operator import itemgetter
 from typing import Literal, NamedTuple
 
@@ -274,6 +275,14 @@ class Graph:
     def forward(self) -> tuple[Op, ...]:
         """The ops of the forward pass."""
         return tuple(op for op in self.ops if op.phase == "forward")
+
+    @cached_property
+    def runs_of_updates(self) -> tuple[tuple[Op, ...], ...]:
+        """The ops of each update, early ones too: ops of updates that follow one another without another op between them. A
+        step may have several (a GAN's two optimizers).
+        """
+        runs = groupby(self.ops, lambda op: op.phase)
+        return tuple(tuple(ops) for phase, ops in runs if phase == "update")
 
     @cached_property
     def backward_begins(self) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 
 from lightning_memopt.graph import BEFORE, Graph, Op, Tensor
 from lightning_memopt.plan.model import StateParking
@@ -68,15 +67,16 @@ def parked(graph: Graph, states: Sequence[StateOf], chunks: Iterable[Chunk]) -> 
         if nbytes and update_ops:
             add(nbytes, update_ops[-1].at, update_ops[0])
         updates.append(replace(update, beside_nbytes=update.beside_nbytes + nbytes))
-    usual = list(takewhile(lambda op: op.phase == "update", reversed(graph.ops))) if not graph.updates else []
-    for op in usual:
-        made = {t for t in op.outputs if graph.tensors[t].kind == "temporary"}
-        for t in made:
-            tensors[t] = replace(tensors[t], nbytes=0)
-        ops[op.id] = replace(op, workspace_nbytes=0)
-    if usual:
-        add(at_end, last, usual[0])
-    elif not graph.updates:  # it is not known yet where they are
+    early = {op.id for update in graph.updates for op in graph.ops_of(update.at)}
+    usual = [run for run in graph.runs_of_updates if run[-1].id not in early]
+    for run in usual:  # any of them may update the largest chunk
+        for op in run:
+            for t in op.outputs:
+                if graph.tensors[t].kind == "temporary":
+                    tensors[t] = replace(tensors[t], nbytes=0)
+            ops[op.id] = replace(op, workspace_nbytes=0)
+        add(at_end, run[-1].at, run[0])
+    if not usual and not graph.updates:  # it is not known yet where they are
         add(at_end, last)
     return replace(
         graph, tensors=tuple(tensors), ops=tuple(ops), updates=tuple(updates), usual_nbytes=at_end if graph.updates else 0

@@ -213,7 +213,7 @@ class StatesAtRest(Part):
         """Solve for the step of this graph, and park state where that is better (see the module). `say` tells the user a line.
         Raises InfeasibleError as `solve` does.
         """
-        states = self._all(graph) if self._meetings.alone else []  # ranks make their plans together
+        states = self._all(graph)
         if not states:
             return solve(graph, say)
         whole = _Try.of(solve, graph)
@@ -296,7 +296,7 @@ class StatesAtRest(Part):
 
     def smallest(self, graph: Graph) -> Graph:
         """The step of this graph with all state parked that can be, as the first update will make it."""
-        states = self._all(graph, timed=False) if self._meetings.alone else []
+        states = self._all(graph, timed=False)
         return self._in_step(graph, states) if states else graph
 
     def _may(self, optimizer: optim.Optimizer) -> bool:
@@ -306,6 +306,8 @@ class StatesAtRest(Part):
             reasons.append(Reason("a capturable optimizer has its state at fixed addresses", "Set capturable=False"))
         if self._compiled:
             reasons.append(Reason("the optimizer's step is compiled", "Step without torch.compile"))
+        if not self._meetings.alone:
+            reasons.append(Reason("several processes train, and plans of ranks do not park it yet", "Shard it with FSDP2 or ZeRO"))
         for what, fix in reasons[:1]:
             if what not in self._said:
                 self._said.add(what)

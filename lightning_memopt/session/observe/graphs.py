@@ -36,17 +36,17 @@ def with_state(graph: Graph, sizes: Sequence[int]) -> Graph:
     """The graph of the steps that come: they begin with optimizer state of these sizes, which the updates of this step make."""
     if not sum(sizes):
         return graph
-    updates, last = _updates(graph), len(graph.points) - 1
+    updates, last = graph.runs_of_updates, len(graph.points) - 1
     remaining = Counter(sizes)
     made: set[int] = set()  # storages
     for t in graph.tensors:
-        is_left = t.freed_at == last and any(first <= t.born_at <= end for first, end in updates)
+        is_left = t.freed_at == last and any(ops[0].at <= t.born_at <= ops[-1].at for ops in updates)
         if is_left and remaining[t.nbytes] > 0:
             remaining[t.nbytes] -= 1
             made.add(t.storage)
     tensors = [dataclasses.replace(t, nbytes=0) if t.storage in made else t for t in graph.tensors]
     # what they make in pieces of other sizes is counted until then
-    rest, until = tuple((+remaining).elements()), updates[-1][0] - 1 if updates else last
+    rest, until = tuple((+remaining).elements()), updates[-1][0].at - 1 if updates else last
     for parts, freed_at in (((Counter(sizes) - Counter(rest)).elements(), last), (rest, until)):
         for nbytes in requests_for(graph.device, tuple(parts)):
             id = len(tensors)
@@ -54,18 +54,6 @@ def with_state(graph: Graph, sizes: Sequence[int]) -> Graph:
                 Tensor(id=id, name=MADE, nbytes=nbytes, kind="optimizer_state", storage=id, born_at=BEFORE, freed_at=freed_at)
             )
     return dataclasses.replace(graph, tensors=tuple(tensors))
-
-
-def _updates(graph: Graph) -> list[tuple[int, int]]:
-    """The first and the last point of every run of update ops: a step may have several (a GAN's two optimizers)."""
-    updates: list[tuple[int, int]] = []
-    phase_before = None
-    for op in graph.ops:
-        if op.phase == "update":
-            first = updates.pop()[0] if phase_before == "update" else op.at
-            updates.append((first, op.at))
-        phase_before = op.phase
-    return updates
 
 
 def common(graphs: list[Graph]) -> list[Graph]:

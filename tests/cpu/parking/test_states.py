@@ -344,6 +344,36 @@ def test_the_smallest_plan_parks_all_state() -> None:
     assert status.measured_peak_nbytes <= status.plan.budget_nbytes
 
 
+class Gan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.GELU())))
+        self.critic = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.GELU())))
+
+    def forward(self, noise: Tensor, critic_learns: bool) -> Tensor:
+        made = self.generator(noise)
+        return self.critic(made.detach() if critic_learns else made)
+
+
+def test_each_of_two_optimizers_has_its_chunks() -> None:
+    """A step of the critic and one of the generator: in both updates a chunk of state is there, also in the one which is not
+    the last of the step.
+    """
+    torch.manual_seed(0)
+    model = Gan()
+    critic, generator = (optim.AdamW(part.parameters(), lr=1e-3) for part in (model.critic, model.generator))
+    options = dict(offload="disk", max_slowdown=1e6, optimizer_in_backward="never")
+    with optimize(model, [critic, generator], budget="min", **options) as run:
+        for _ in range(6):
+            for optimizer in (critic, generator):
+                optimizer.zero_grad()
+                model(torch.randn(64, 256), optimizer is critic).square().mean().backward()
+                optimizer.step()
+        status = run.status()
+    assert status.plan is not None and len(status.plan.states) == 12
+    assert 0 <= status.predicted_peak_nbytes - status.measured_peak_nbytes <= 4096
+
+
 def test_nothing_is_parked_where_the_step_fits() -> None:
     status, _ = trained_by(64 * MIB)
     assert not status.plan.states
