@@ -100,7 +100,7 @@ class Cuda(Backend):
         return bool(torch.cuda.is_current_stream_capturing())
 
     def lock_pages(self, address: int, nbytes: int) -> int:
-        return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 1))  # 1: in every context
+        return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 3))  # 1: in every context; 2: kernels may read it
 
     def unlock_pages(self, address: int) -> int:
         return int(torch.cuda.cudart().cudaHostUnregister(address))

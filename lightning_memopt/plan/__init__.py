@@ -14,9 +14,11 @@ from lightning_memopt.plan.model import (
     RegionPlan,
     StateParking,
     TiledHead,
+    WeightParking,
     regions_text,
     states_text,
     tiles_text,
+    weights_text,
 )
 from lightning_memopt.plan.simulate import SegmentCost, Timeline, added_by, fixed_levels, segment_cost, simulate
 from lightning_memopt.plan.updates import at_least, early, fewest, names_of, step_of, updated
@@ -58,8 +60,10 @@ __all__ = [
     "simulate",
     "step_of",
     "states_text",
+    "weights_text",
     "tiles_text",
     "StateParking",
+    "WeightParking",
     "updated",
     "validate",
     "wrong_addresses",

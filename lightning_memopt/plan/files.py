@@ -21,16 +21,26 @@ from lightning_memopt.graph import BEFORE, Graph, fingerprint
 from lightning_memopt.graph.fields import MOST, Fields, letters
 from lightning_memopt.graph.json_io import graph_from_json, graph_to_json
 from lightning_memopt.plan.lower import LoweringError, lower
-from lightning_memopt.plan.model import Addresses, How, Life, Plan, Prediction, RegionPlan, StateParking, TiledHead
+from lightning_memopt.plan.model import (
+    Addresses,
+    How,
+    Life,
+    Plan,
+    Prediction,
+    RegionPlan,
+    StateParking,
+    TiledHead,
+    WeightParking,
+)
 from lightning_memopt.plan.validate import validate, wrong_addresses
 
 FORMAT = "lightning_memopt.plan"
-SCHEMA = 8
+SCHEMA = 9
 
 _HOWS = letters(get_args(How))
 _PLAN = (
     *("fingerprint", "solver", "budget_nbytes", "unmodified_peak_nbytes", "step_seconds", "lower_bound_seconds"),
-    *("solve_seconds", "updates", "regions", "tiles", "states", "addresses", "predicted", "lives"),
+    *("solve_seconds", "updates", "regions", "tiles", "states", "weights", "addresses", "predicted", "lives"),
 )
 _PREDICTED = (
     *("peak_nbytes", "reserved_nbytes", "extra_seconds", "overhead_seconds", "extra_flops", "rebuilt_nbytes"),
@@ -41,8 +51,10 @@ _LIFE = ("tensor", "born_at", "freed_at", "how", "forms", "form", "parked_nbytes
 _REGION = ("key", "calls", "flops", "extra_flops", "rebuilt_ops", "saved_nbytes", "peak_nbytes", "lives")
 _TILES = ("module", "classes", "tokens", "rows", "columns", "unmade_nbytes", "threads", "ops", "assembled", "rounded")
 _STATE = ("parameter", "tier", "nbytes", "seconds")
+_WEIGHTS = ("module", "tier", "nbytes", "fetches", "seconds")
 _ADDRESSES = ("nbytes", "offsets", "until", "arena_nbytes", "max_live_nbytes", "needed_nbytes")
 _OLD_NAMES: dict[int, dict[str, str]] = {
+    8: {},
     7: {},
     6: {},
     5: {},
@@ -60,7 +72,7 @@ _OLD_NAMES: dict[int, dict[str, str]] = {
     },
 }
 """Older schema -> the names that its files use for fields. The letters of `how` are the same in all schemas."""
-_SINCE = {"updates": 5, "update_seconds": 5, "regions": 6, "addresses": 6, "tiles": 7, "states": 8}
+_SINCE = {"updates": 5, "update_seconds": 5, "regions": 6, "addresses": 6, "tiles": 7, "states": 8, "weights": 9}
 """Field -> the first schema whose files have it."""
 
 
@@ -80,6 +92,7 @@ def fields_of(plan: Plan) -> dict[str, Any]:
     ]
     fields["tiles"] = [{key: getattr(head, key) for key in _TILES} for head in plan.tiles]
     fields["states"] = [{key: getattr(state, key) for key in _STATE} for state in plan.states]
+    fields["weights"] = [{key: getattr(unit, key) for key in _WEIGHTS} for unit in plan.weights]
     if plan.addresses is not None:
         a = plan.addresses
         offsets = [-1 if offset is None else offset for offset in a.offsets]
@@ -159,6 +172,7 @@ def _plan(fields: Fields, graph: Graph, schema: int) -> Plan:
         regions=() if schema < _SINCE["regions"] else tuple(_regions(fields)),
         tiles=() if schema < _SINCE["tiles"] else tuple(_tiles(fields)),
         states=() if schema < _SINCE["states"] else tuple(_states(fields)),
+        weights=() if schema < _SINCE["weights"] else tuple(_weights(fields)),
         addresses=None if schema < _SINCE["addresses"] or fields.value("addresses") is None else _addresses(fields),
         solver=fields.string("solver"),
         budget_nbytes=fields.integer("budget_nbytes"),
@@ -263,6 +277,18 @@ def _states(fields: Fields) -> Iterator[StateParking]:
             tier=state.string("tier"),
             nbytes=state.integer("nbytes", 1),
             seconds=state.number("seconds"),
+        )
+
+
+def _weights(fields: Fields) -> Iterator[WeightParking]:
+    for i, each in enumerate(fields.objects("weights")):
+        unit = Fields(each, f"plan.weights[{i}]", _WEIGHTS)
+        yield WeightParking(
+            module=unit.string("module"),
+            tier=unit.string("tier"),
+            nbytes=unit.integer("nbytes", 1),
+            fetches=unit.integer("fetches", 1),
+            seconds=unit.number("seconds"),
         )
 
 

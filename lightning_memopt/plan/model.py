@@ -164,6 +164,25 @@ class StateParking:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightParking:
+    """The frozen weights of a module are parked in a tier, and on the device only while the module runs. The graph is that of a
+    step in which they are.
+
+    module: the module's path in the model.
+    tier: the name of the tier.
+    nbytes: bytes of its weights.
+    fetches: how often they are copied to the device in a step.
+    seconds: how long the copies of a step take.
+    """
+
+    module: str
+    tier: str
+    nbytes: int
+    fetches: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Addresses:
     """The addresses that a plan gives to the requests of a step, in one arena that serves every step.
 
@@ -206,6 +225,7 @@ class Plan:
     regions: what was decided for each compiled region of the step. A region is a stage of the graph.
     tiles: the loss heads that run in tiles. The graph is that of a step in which they do.
     states: the optimizer state that is parked between updates. The graph is that of a step in which it is.
+    weights: the frozen weights that are on the device only while their module runs. The graph is that of such a step.
     addresses: the addresses of a step's requests; None without a planned pool, and until a step by this plan has shown its
         requests.
     solver: name of the solver that found the plan.
@@ -228,6 +248,7 @@ class Plan:
     regions: tuple[RegionPlan, ...] = ()
     tiles: tuple[TiledHead, ...] = ()
     states: tuple[StateParking, ...] = ()
+    weights: tuple[WeightParking, ...] = ()
     addresses: Addresses | None = None
     step_seconds: float = 0.0
     lower_bound_seconds: float = 0.0
@@ -251,6 +272,12 @@ def states_text(states: Sequence[StateParking]) -> str:
     """A text: how much optimizer state is parked, and where."""
     nbytes = format_nbytes(sum(state.nbytes for state in states))
     return f"the optimizer state of {len(states)} parameters ({nbytes}), in the {states[0].tier} tier"
+
+
+def weights_text(weights: Sequence[WeightParking]) -> str:
+    """A text: how many frozen weights are parked, and where."""
+    nbytes = format_nbytes(sum(unit.nbytes for unit in weights))
+    return f"the frozen weights of {len(weights)} modules ({nbytes}), in the {weights[0].tier} tier"
 
 
 def tiles_text(tiles: Sequence[TiledHead]) -> str:

@@ -60,6 +60,11 @@ def is_foreign(t: torch.Tensor) -> bool:
     return not t.untyped_storage().resizable() and not t.is_shared()
 
 
+def in_shared_memory(t: torch.Tensor) -> bool:
+    """Whether other processes may have the memory of `t`. (Torch's `is_shared` is true for every tensor of a device.)"""
+    return t.device == _CPU and t.is_shared()
+
+
 def conjugating(func: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an op to run as outside a dispatch mode, inside which its kernel would ignore conjugations (pytorch#198118)."""
 

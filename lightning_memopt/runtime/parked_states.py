@@ -31,7 +31,7 @@ from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.record import fills, is_plain, uncompiled, unwatched
 from lightning_memopt.record.below import below_autograd
-from lightning_memopt.record.tensors import bytes_of
+from lightning_memopt.record.tensors import bytes_of, in_shared_memory
 from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
 from lightning_memopt.runtime.tiers import Stored
 from lightning_memopt.torch_private import storage_id, storage_use_count, tensor_use_count
@@ -383,7 +383,7 @@ def may_be_parked(t: Any) -> bool:
         and is_plain(t)
         and t.nbytes >= LEAST_NBYTES
         and not t.requires_grad
-        and not t.is_shared()
+        and not in_shared_memory(t)
         and fills(t)
     )
 

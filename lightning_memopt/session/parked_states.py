@@ -1,108 +1,38 @@
-"""Optimizer state that a session parks between updates: which of it, whether that is worth its copies, and when it moves.
+"""Optimizer state that a session parks between updates: which of it can be parked, and when it moves.
 
-A step is solved for as it is, and with all state parked that can be. If only the second keeps the budget, or keeps it in less
-time, as much state is parked as makes the step fastest. Observed steps have all state on the device.
+Observed steps have all state on the device.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 
 import torch
 from torch import nn, optim
 
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.device.places import is_on
-from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import StateParking, states_text
+from lightning_memopt.plan import StateParking
 from lightning_memopt.plan.states import Chunk, StateOf, parked
 from lightning_memopt.record import parameters_of
 from lightning_memopt.runtime.early_updates import ALLOWED, EarlyUpdates, Reason, of_step
 from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
 from lightning_memopt.runtime.parked_states import ParkedStates, chunks_of, parkable
 from lightning_memopt.runtime.tiers import Tier
-from lightning_memopt.session.judge.states import Running
 from lightning_memopt.session.measure.peak_meter import in_compiled_code
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.ranks.agreement import Agreement
 from lightning_memopt.session.solve.rehearsal import rehearse
-from lightning_memopt.session.solve.solving import NONE_SMALLER, Solved
-from lightning_memopt.session.worth import most_extra_seconds
-from lightning_memopt.solvers.frontier import Frontier, with_states
 from lightning_memopt.units import round_up
 
 Say = Callable[[str], None]
-Solve = Callable[[Graph, Say], Solved]
 _CHUNKED = (*ALLOWED, optim.Adamax, optim.RMSprop, optim.ASGD, optim.Rprop, optim.Adadelta)
 """Optimizers of torch that update each parameter by itself, and write to its own state alone."""
-_SHARES = 4
-"""Number of shares of the state that are tried: one of them, two, and so on."""
 _ALIGN_NBYTES = 4096
 """Tiers give each tensor a multiple of this."""
-
-
-@dataclass(frozen=True)
-class _Try:
-    """What was solved for a step in which these states are parked.
-
-    solved: None where it was refused.
-    refusal: what was raised then, made anew: an error's frames would hold the batch.
-    lines: what was to be said.
-    """
-
-    states: tuple[StateParking, ...]
-    solved: Solved | None
-    refusal: InfeasibleError | None
-    lines: tuple[str, ...]
-
-    @classmethod
-    def of(cls, solve: Solve, graph: Graph, states: Sequence[StateOf] = (), whole: _Try | None = None) -> _Try:
-        """`whole`: that of the step with all state on the device."""
-        lines: list[str] = []
-        parkings = tuple(state.parking for state in states)
-        try:
-            solved = solve(graph, lines.append)
-        except InfeasibleError as error:
-            smallest, budget = error.smallest_nbytes, error.budget_nbytes
-            return cls(
-                parkings, None, InfeasibleError(str(error), smallest_nbytes=smallest, budget_nbytes=budget), tuple(lines)
-            )
-        if parkings:
-            unmodified = (solved if whole is None or whole.solved is None else whole.solved).plan.unmodified_peak_nbytes
-            plan = replace(with_states(solved.plan, parkings), unmodified_peak_nbytes=unmodified)
-            frontier = replace(solved.frontier, states=parkings, unmodified_peak_nbytes=unmodified)
-            solved = solved._replace(plan=plan, frontier=frontier)
-        return cls(parkings, solved, None, tuple(lines))
-
-    @property
-    def fits(self) -> bool:
-        return self.solved is not None and self.solved.above is None
-
-    @property
-    def seconds(self) -> float:
-        return math.inf if self.solved is None else self.solved.plan.predicted.seconds
-
-    @property
-    def nbytes(self) -> float:
-        """Bytes of the smallest budget for it."""
-        if self.solved is None:
-            return math.inf if self.refusal is None or self.refusal.smallest_nbytes is None else self.refusal.smallest_nbytes
-        return self.solved.plan.budget_nbytes
-
-    def bounded(self, seconds: float) -> _Try:
-        """The same, with a bound on the seconds of all plans that park any of the state."""
-        if self.solved is None:
-            return self
-        plan = self.solved.plan
-        plan = replace(plan, lower_bound_seconds=min(seconds, plan.lower_bound_seconds))
-        return replace(self, solved=self.solved._replace(plan=plan))
 
 
 class StatesAtRest(Part):
@@ -137,14 +67,7 @@ class StatesAtRest(Part):
 
     # -- moments of a step -------------------------------------------------------------------------
 
-    def step_begins(self, state: object, limit_nbytes: int | None) -> None:
-        self._put(state.plan.states if isinstance(state, Running) else ())
-
-    def between_steps(self, state: object) -> None:
-        if isinstance(state, Running):
-            self._put(state.plan.states)
-
-    def _put(self, states: tuple[StateParking, ...]) -> None:
+    def put(self, states: tuple[StateParking, ...]) -> None:
         """These states are parked from now on, and no others."""
         if self._compiled:
             states = ()
@@ -209,65 +132,7 @@ class StatesAtRest(Part):
 
     # -- the plan ----------------------------------------------------------------------------------
 
-    def solved(self, solve: Solve, limit_nbytes: int | None, say: Say, graph: Graph) -> Solved:
-        """Solve for the step of this graph, and park state where that is better (see the module). `say` tells the user a line.
-        Raises InfeasibleError as `solve` does.
-        """
-        states = self._all(graph)
-        if not states:
-            return solve(graph, say)
-        whole = _Try.of(solve, graph)
-        if whole.fits and whole.seconds == 0 and limit_nbytes is not None:
-            return self._chosen(say, whole)
-        tries = [whole, _Try.of(solve, self._in_step(graph, states), states, whole)]
-        if limit_nbytes is None:
-            most = most_extra_seconds(graph, self.offloading.config)
-            return self._chosen(say, min(tries, key=lambda each: (each.seconds > most, each.nbytes)))
-        if tries[-1].fits:
-            assert tries[-1].solved is not None
-            some, bound = self._fastest(tries[-1].solved.frontier, states, limit_nbytes)
-            if len(some) < len(states):
-                tries.append(_Try.of(solve, self._in_step(graph, some), some, whole))
-            tries = [each.bounded(bound) for each in tries]
-        return self._chosen(say, min(tries, key=lambda each: (0, each.seconds) if each.fits else (1, each.nbytes)))
-
-    def _chosen(self, say: Say, chosen: _Try) -> Solved:
-        for line in chosen.lines:
-            if not (chosen.states and line.startswith(NONE_SMALLER)):  # but the plan that parks is
-                say(line)
-        if chosen.refusal is not None:
-            raise chosen.refusal
-        assert chosen.solved is not None
-        if chosen.states:
-            seconds = sum(state.seconds for state in chosen.states)
-            what = states_text(chosen.states)
-            say(f"MemOpt: parked between updates: {what}; its copies take {1e3 * seconds:.1f} ms of a step")
-        return chosen.solved
-
-    def _fastest(self, frontier: Frontier, states: Sequence[StateOf], limit_nbytes: int) -> tuple[list[StateOf], float]:
-        """The states to park for the fastest step within the limit, and a bound on the extra seconds of all such steps.
-        `frontier`: of the step in which all are parked.
-
-        State that stays takes its bytes at every point of a step. So the plans of a step that parks less are those of the step
-        that parks all, for a budget that is smaller by what stays.
-        """
-        largest = sorted(states, key=lambda state: -state.parking.nbytes)
-        nbytes = [0, *accumulate(state.parking.nbytes for state in largest)]
-        seconds = [0.0, *accumulate(state.parking.seconds for state in largest)]
-        counts = sorted({bisect_left(nbytes, k * nbytes[-1] / _SHARES) for k in range(_SHARES + 1)}, reverse=True)
-        best = math.inf, len(states)
-        least = 0.0
-        bound = math.inf
-        for count, fewer in pairwise(counts):
-            with contextlib.suppress(InfeasibleError):
-                plan = frontier.plan(limit_nbytes - (nbytes[-1] - nbytes[count]))
-                copies = seconds[-1]  # those that the frontier adds
-                best = min(best, (plan.predicted.seconds - copies + seconds[count], count))
-                least = plan.lower_bound_seconds - copies
-            bound = min(bound, least + seconds[fewer])  # of a smaller budget, the bound is no less
-        return largest[: best[1]], bound
-
-    def _all(self, graph: Graph, timed: bool = True) -> list[StateOf]:
+    def found(self, graph: Graph, timed: bool = True) -> list[StateOf]:
         """All state that can be parked, as it is, or as the first update will make it. `timed`: with the seconds of copies."""
         if not self.offloading.tier:
             return []
@@ -294,11 +159,6 @@ class StatesAtRest(Part):
                 found.append(StateOf(parking, tuple(map(rounded, sizes))))
         return found
 
-    def smallest(self, graph: Graph) -> Graph:
-        """The step of this graph with all state parked that can be, as the first update will make it."""
-        states = self._all(graph, timed=False)
-        return self._in_step(graph, states) if states else graph
-
     def _may(self, optimizer: optim.Optimizer) -> bool:
         """Whether state of this optimizer can be parked."""
         reasons = of_step(optimizer, _CHUNKED)
@@ -307,14 +167,16 @@ class StatesAtRest(Part):
         if self._compiled:
             reasons.append(Reason("the optimizer's step is compiled", "Step without torch.compile"))
         if not self._meetings.alone:
-            reasons.append(Reason("several processes train, and plans of ranks do not park it yet", "Shard it with FSDP2 or ZeRO"))
+            reasons.append(
+                Reason("several processes train, and plans of ranks do not park it yet", "Shard it with FSDP2 or ZeRO")
+            )
         for what, fix in reasons[:1]:
             if what not in self._said:
                 self._said.add(what)
                 self._say(f"MemOpt: optimizer state is not parked: {what}. {fix}.")
         return not reasons
 
-    def _in_step(self, graph: Graph, states: Sequence[StateOf]) -> Graph:
+    def in_step(self, graph: Graph, states: Sequence[StateOf]) -> Graph:
         """The step of this graph with these states parked."""
         nbytes = {state.parking.parameter: sum(state.sizes) for state in states}
         parked_nbytes = {id(p): nbytes[name] for name, p in self.model.named_parameters() if name in nbytes}

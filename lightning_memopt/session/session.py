@@ -30,6 +30,7 @@ from lightning_memopt.plan import Plan, names_of
 from lightning_memopt.ranks import rebuild_buckets
 from lightning_memopt.runtime import Engine, PlannedEngine
 from lightning_memopt.runtime.early_updates import Reason, count_versions
+from lightning_memopt.session.at_rest import AtRest
 from lightning_memopt.session.attachment import Attachment
 from lightning_memopt.session.budget import Neighbours, budget_on, device_of, limit_of
 from lightning_memopt.session.cache.plan_cache import PlanCache
@@ -50,7 +51,6 @@ from lightning_memopt.session.observe.observing import Observing, Waiting
 from lightning_memopt.session.observe.resident import resident_tensors
 from lightning_memopt.session.observe.silence import WAITS, Silence, gradients_are_recorded, trains
 from lightning_memopt.session.parameters import Parameters
-from lightning_memopt.session.parked_states import StatesAtRest
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Parts
 from lightning_memopt.session.pooling import Pooling
@@ -103,7 +103,7 @@ class Session:
         blocks = self._parts.add(CompiledBlocks(config, self.say))
         self.pool = Pooling(config, self.device, self.say, self._parts)
         self._tiling = Tiling(model, config, self._agreement, self.say, self._parts)
-        self._states = StatesAtRest(model, self.optimizers, self._offloading, self._agreement, self.say, self._parts)
+        self._at_rest = AtRest(model, self.optimizers, self._offloading, self._agreement, self.say, self._parts)
         self._neighbours = self._parts.add(Neighbours(self.device, self.budget_nbytes))
         self._early: EarlyUpdating | None = None
         self._attachment: Attachment | None = None
@@ -148,7 +148,7 @@ class Session:
         early = wanted(self.model, self.optimizers, self.config, reasons, self.say) if self.enabled else None
         self._parts.drop(self._early)
         self._early = None if early is None else self._parts.add(early, first=True)  # it may raise, and must be ended
-        self._states.also_in_backward(None if early is None else early.updates)
+        self._at_rest.states.also_in_backward(None if early is None else early.updates)
         if early is not None and self.given is not None:
             early.adopt(names_of(self.given[1], self.given[0].updates))
 
@@ -188,7 +188,7 @@ class Session:
 
     def _look_ahead(self, observation: Observation | None) -> None:
         state, early, savable = self._current, self._early, partial(self._tiling.savable_nbytes, self._compiled.savable_nbytes)
-        parked = self._states.smallest
+        parked = self._at_rest.smallest
         others = [] if self._attachment is None or observation is None else self._attachment.others()
         try:
             names, refusal = early.shown(observation) if early is not None and isinstance(state, Observing) else (None, None)
@@ -300,7 +300,7 @@ class Session:
 
     def transfers(self) -> Transfers | None:
         """The transfers of the plan in force so far; None where it moves nothing. Waits for copies on a device to end."""
-        return transfers_of(self._plan_cache.main, self._states.moved_nbytes)
+        return transfers_of(self._plan_cache.main, self._at_rest.moved_nbytes)
 
     @property
     def plan(self) -> Plan | None:
@@ -405,6 +405,9 @@ class Session:
             self._plan_cache[signature] = given = Running(*self.given, None)
             given.past.early_known = self._early is not None
         elif self.budget_nbytes is not None and not self._plan_cache.begins_anew:
+            self._at_rest.begins(
+                resident_tensors(self.model, self.optimizers, batch), self.budget_nbytes - self.config.headroom
+            )
             resident = resident_tensors(self.model, self.optimizers, batch)
             refuse_hopeless(resident, self.device, self.budget_nbytes, self.config.headroom)
 
@@ -488,7 +491,7 @@ class Session:
         def solve(step: Graph, say: Callable[[str], None]) -> Solved:
             return regions.in_plans(self._agreement.plan_for(step, limit, self._offloading, say, machine, self._foreseen))
 
-        whole = partial(self._states.solved, solve, limit, self.say)
+        whole = partial(self._at_rest.solved, solve, limit, self.say)
         self._become(state, cache.take_graph(state, graph, self.say, partial(self._tiling.solved, whole, machine, limit)))
 
     def _become(self, old: State, new: State) -> None:

@@ -18,6 +18,7 @@ from lightning_memopt.plan import (
     RegionPlan,
     StateParking,
     TiledHead,
+    WeightParking,
     at_least,
     early,
     fewest,
@@ -100,6 +101,7 @@ class Frontier:
     regions: tuple[RegionPlan, ...] = ()
     tiles: tuple[TiledHead, ...] = ()
     states: tuple[StateParking, ...] = ()
+    weights: tuple[WeightParking, ...] = ()
 
     @cached_property
     def reserve(self) -> Callable[[tuple[Life, ...]], int] | None:
@@ -176,7 +178,7 @@ class Frontier:
     def plan(self, budget_nbytes: int) -> Plan:
         """The plan for a budget, with its bound. Raises InfeasibleError as `within`."""
         plan = replace(self._with_updates(self._plan(budget_nbytes)), regions=self.regions, tiles=self.tiles)
-        return with_states(plan, self.states)
+        return with_rest(plan, self.states, self.weights)
 
     def _plan(self, budget_nbytes: int) -> Plan:
         """The plan for a budget if every parameter that may be updated early is."""
@@ -235,20 +237,22 @@ class Frontier:
         return None
 
 
-def with_states(plan: Plan, states: tuple[StateParking, ...]) -> Plan:
-    """This plan of a step in which these states are parked, with what their copies cost."""
-    predicted, nbytes = plan.predicted, sum(state.nbytes for state in states)
-    seconds = sum(state.seconds for state in states)
+def with_rest(plan: Plan, states: tuple[StateParking, ...], weights: tuple[WeightParking, ...]) -> Plan:
+    """This plan of a step in which these states and weights are parked, with what their copies cost."""
+    predicted, each = plan.predicted, (*states, *weights)
+    moved_nbytes = sum(2 * state.nbytes for state in states) + sum(unit.fetches * unit.nbytes for unit in weights)
+    seconds = sum(one.seconds for one in each)
     return replace(
         plan,
         states=states,
+        weights=weights,
         lower_bound_seconds=plan.lower_bound_seconds + seconds,
         predicted=replace(
             predicted,
-            moved_nbytes=predicted.moved_nbytes + 2 * nbytes,
+            moved_nbytes=predicted.moved_nbytes + moved_nbytes,
             copy_seconds=predicted.copy_seconds + seconds,
-            stall_seconds=predicted.stall_seconds + seconds,  # an update waits for its state
-            tier_nbytes=predicted.tier_nbytes + nbytes,
+            stall_seconds=predicted.stall_seconds + seconds,  # an update waits for its state, a module for its weights
+            tier_nbytes=predicted.tier_nbytes + sum(one.nbytes for one in each),
         ),
     )
 

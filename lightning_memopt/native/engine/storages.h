@@ -28,4 +28,8 @@ bool add_storages(PyObject* module);
 // Null, with an exception, if the object is not of this class.
 Storages* storages_in(PyObject* object);
 
+// exchange(t, other): the storages of two tensors exchange their memory. Both have as many bytes. Each keeps its device, so the
+// memory of both must be readable from there.
+PyObject* exchange(PyObject*, PyObject* const* args, Py_ssize_t n);
+
 }  // namespace memopt

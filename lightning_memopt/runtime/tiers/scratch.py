@@ -9,6 +9,7 @@ lock keeps seek and read together.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import tempfile
 import threading
@@ -74,6 +75,12 @@ class Scratch:
             if n <= 0:
                 raise OSError(errno.EIO, f"the file ends {len(into)} bytes before what was written to it")
             into, offset = into[n:], offset + n
+
+    def pages(self, nbytes: int, offset: int) -> mmap.mmap:
+        """This part of the file as memory. Whoever writes there changes the memory, not the file. The offset is a multiple of
+        `mmap.ALLOCATIONGRANULARITY`. Remains when the file is closed. Raises OSError.
+        """
+        return mmap.mmap(self._file.fileno(), nbytes, access=mmap.ACCESS_COPY, offset=offset)
 
     def _pwrite(self, data: memoryview, offset: int) -> int:
         if hasattr(os, "pwrite"):

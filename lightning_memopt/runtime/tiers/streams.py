@@ -52,7 +52,7 @@ class HostPool:
     The pages are registered with the driver, because torch's own page-locked memory is rounded up to a power of two. No other
     memory is on these pages, because the driver locks whole pages, and refuses one that is locked already. If pages cannot be
     locked (`ulimit -l`, containers, WSL), there is one warning, and the memory is pageable: copies then block the host, and
-    results are the same. Raises OffloadError for more bytes than the machine has left.
+    results are the same. `locked` says whether they are. Raises OffloadError for more bytes than the machine has left.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -65,7 +65,8 @@ class HostPool:
         locks = nbytes > 0 and backend_of(device).locks_pages
         pages = _pages(nbytes) if locks else torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # whatever is the default
         self.bytes = pages[:nbytes]
-        self._unlock = weakref.finalize(self, _unlock, os.getpid(), pages, device, locks and _lock(pages, device))
+        self.locked = locks and _lock(pages, device)
+        self._unlock = weakref.finalize(self, _unlock, os.getpid(), pages, device, self.locked)
 
     def close(self) -> None:
         """Free the memory. No copy may be under way."""

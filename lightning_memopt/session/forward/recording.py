@@ -31,7 +31,7 @@ from lightning_memopt.record import (
     watching,
     watching_sizes,
 )
-from lightning_memopt.record.gathered import around_units, unseen_by
+from lightning_memopt.record.gathered import around_units, units_of, unseen_by
 from lightning_memopt.record.undoing import Calls
 from lightning_memopt.runtime import Engine, PlannedEngine, see_ops
 from lightning_memopt.runtime.engine.holding import Version
@@ -205,6 +205,7 @@ class PlannedRecording(Recording):
         self.recorder = recorder
         recorder.placing.places.model = weakref.ref(model)
         self._spans = engine.learned.spans_of(model)
+        self._sharded = bool(engine.program.graph.windowed and units_of(model))
         self._outside: nn.Module | None = None
         self._left: tuple[object, ...] = ()
         self._depth = 0
@@ -225,7 +226,7 @@ class PlannedRecording(Recording):
         if self._spans:
             quiet = [module for weak, _ in self._spans.values() if (module := weak()) is not None]
             self._enter(around_calls(quiet, self._module_begins, self._module_ends))
-        if self.engine.program.graph.windowed:
+        if self._sharded:
             self._enter(around_units(Hidden(self.recorder)))
         if self.engine.native is not None:
             see_ops(self.engine.native, self._watching)

@@ -15,6 +15,7 @@ from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.graph.model import Kind
 from lightning_memopt.record import is_plain
 from lightning_memopt.runtime.parked_states import values_of
+from lightning_memopt.runtime.parked_weights import is_away
 from lightning_memopt.session.forward.leaves import leaves_of
 from lightning_memopt.session.observe.graphs import pieces
 from lightning_memopt.torch_private import gradient_of, local_tensor
@@ -54,10 +55,10 @@ def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Named
 
 
 def sizes(tensors: Iterable[Named], device: torch.device) -> list[int]:
-    """Bytes of each of the distinct storages of these tensors on the device."""
+    """Bytes of each of the distinct storages of these tensors on the device. A weight that is away is not there."""
     seen = {}
     for t, _, _ in tensors:
-        if is_on(device, t.device) and t.layout is torch.strided:
+        if is_on(device, t.device) and t.layout is torch.strided and not is_away(t):
             storage = t.untyped_storage()
             seen[storage._cdata] = storage.nbytes()
     return list(seen.values())
@@ -78,7 +79,7 @@ def foreign_nbytes(tensors: Iterable[Named], counts: native.Counter | None) -> i
     for t, _, _ in tensors:
         if on_host(t.device) and is_plain(t):
             storage = t.untyped_storage()
-            if not counts.counts(storage):
+            if not (counts.counts(storage) or is_away(t)):
                 seen[storage._cdata] = storage.nbytes()
     return sum(seen.values())
 

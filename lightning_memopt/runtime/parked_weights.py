@@ -1,0 +1,255 @@
+"""Frozen weights that are parked in memory beside the device, and are on the device only while their module runs.
+
+A weight that is away is not empty: its storage has the tier's own memory, which the device can read. So whoever reads a weight
+that is away gets its bits, only slower: a node of backward that runs in another order, a checkpoint, a loop that logs a norm.
+Whoever writes to it, writes to the tier.
+
+W1. The tier has a weight's bytes before its storage gets the tier's memory, and keeps them until the run is over.
+W2. A weight that was written while it was on the device is copied to the tier before the device's memory is freed.
+W3. At the end of a run all weights are on the device again, in memory of torch's allocator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_memopt.device.places import on_host
+from lightning_memopt.errors import OffloadError
+from lightning_memopt.record import beneath_calls, fills, is_plain, uncompiled, unwatched
+from lightning_memopt.record.below import below_autograd
+from lightning_memopt.record.tensors import bytes_of, in_shared_memory
+from lightning_memopt.runtime.tiers.base import buffer
+from lightning_memopt.runtime.tiers.scratch import Scratch
+from lightning_memopt.runtime.tiers.streams import HostPool
+from lightning_memopt.torch_private import is_copied_on_write, queue_callback, storage_id, tree_leaves
+from lightning_memopt.units import round_up
+
+ALIGN_NBYTES = mmap.ALLOCATIONGRANULARITY
+"""Each weight begins on a page: a kernel may take another path for memory that is not aligned to 64 bytes, as torch's is."""
+
+
+class Shelf:
+    """Memory beside the device that the device can read: pages of a file for the CPU, page-locked memory for other devices.
+
+    Raises OffloadError where it cannot be had.
+    """
+
+    def __init__(self, nbytes: int, directory: str | None, device: torch.device) -> None:
+        self._file = Scratch(nbytes, directory) if on_host(device) else None
+        self._pool = None if on_host(device) else HostPool(nbytes, device)
+        self._taken = 0
+        if self._pool is not None and not self._pool.locked:
+            self._pool.close()
+            raise OffloadError(
+                f"{nbytes} bytes of host memory cannot be page-locked, and only such memory can be read from {device}"
+            )
+
+    def put(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy these bytes (flat uint8) to free memory here. Returns this memory twice, as storages of their own on the CPU.
+
+        Raises OffloadError.
+        """
+        offset, nbytes = self._taken, flat.numel()
+        self._taken += round_up(nbytes, ALIGN_NBYTES)
+        if self._file is not None:
+            try:
+                self._file.write(buffer(flat), offset)
+                pages: Any = self._file.pages(nbytes, offset)
+            except OSError as error:
+                raise OffloadError(f"frozen weights cannot be written to the disk tier: {error.strerror or error}") from error
+        else:
+            assert self._pool is not None
+            self._pool.bytes[offset : offset + nbytes].copy_(flat)
+            pages = buffer(self._pool.bytes[offset : offset + nbytes])
+        return torch.frombuffer(pages, dtype=torch.uint8), torch.frombuffer(pages, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """No weight has memory here any more."""
+        if self._file is not None:
+            self._file.close()
+        if self._pool is not None:
+            self._pool.close()
+
+
+class _Weight:
+    """One weight. All calls are below autograd."""
+
+    def __init__(self, weight: torch.Tensor, shelf: Shelf, native: Any) -> None:
+        self.weight = weight
+        self._native = native
+        self.there, beside = shelf.put(bytes_of(weight))
+        self._version = weight._version
+        self._beside: torch.Tensor | None = None  # while the weight is on the device, it has the tier's memory
+        native.exchange(weight, beside)  # W1; the device's memory is freed with `beside`
+        _away.add(storage_id(weight))
+
+    @property
+    def nbytes(self) -> int:
+        return self.there.numel()
+
+    @property
+    def is_away(self) -> bool:
+        return self._beside is None
+
+    def fetch(self) -> None:
+        if self.is_away:
+            beside = torch.empty(self.nbytes, dtype=torch.uint8, device=self.weight.device)
+            beside.copy_(self.there, non_blocking=True)
+            self._version = self.weight._version
+            self._native.exchange(self.weight, beside)
+            _away.discard(storage_id(self.weight))
+            self._beside = beside
+
+    def drop(self) -> None:
+        beside, self._beside = self._beside, None
+        if beside is not None:
+            if self.weight._version != self._version:
+                self.there.copy_(bytes_of(self.weight))  # W2
+            self._native.exchange(self.weight, beside)
+            _away.add(storage_id(self.weight))
+
+    def close(self) -> None:
+        """W3."""
+        self.fetch()
+        self._beside = None
+
+
+class _Unit:
+    """The weights of one module.
+
+    calls: how many calls of it are running.
+    """
+
+    def __init__(self) -> None:
+        self.weights: list[_Weight] = []
+        self.calls = 0
+
+    def fetch(self) -> None:
+        with below_autograd(), unwatched():
+            for weight in self.weights:
+                weight.fetch()
+
+    def drop(self) -> None:
+        with below_autograd(), unwatched():
+            for weight in self.weights:
+                weight.drop()
+
+
+class ParkedWeights:
+    """Frozen weights of some modules, parked from now until `close`.
+
+    moved_nbytes: bytes that were fetched so far.
+    """
+
+    def __init__(self, modules: Mapping[str, tuple[nn.Module, Sequence[torch.Tensor]]], shelf: Shelf, native: Any) -> None:
+        """`modules`: path -> the module, and its weights."""
+        self.moved_nbytes = 0
+        self._shelf = shelf
+        self._lock = threading.RLock()
+        self._in_backward: _Unit | None = None
+        self._units: dict[str, _Unit] = {}
+        self._contexts = contextlib.ExitStack()
+        self._contexts.callback(self._home)
+        try:
+            with below_autograd(), unwatched():
+                for path, (_, weights) in modules.items():
+                    self._units[path] = unit = _Unit()
+                    for weight in weights:
+                        unit.weights.append(_Weight(weight, shelf, native))
+            self._contexts.enter_context(beneath_calls({path: module for path, (module, _) in modules.items()}, self._called))
+        except BaseException:
+            self._contexts.close()
+            raise
+
+    def close(self) -> None:
+        """All weights are on the device from now on, as without us. May be called again."""
+        self._contexts.close()
+
+    def backward_ended(self) -> None:
+        with self._lock:
+            unit, self._in_backward = self._in_backward, None
+            if unit is not None and not unit.calls:
+                unit.drop()
+
+    # -- a unit runs ---------------------------------------------------------------------------------
+
+    @uncompiled
+    def _begins(self, unit: _Unit) -> None:
+        with self._lock:
+            unit.calls += 1
+            self._fetch(unit)
+
+    @uncompiled
+    def _ends(self, unit: _Unit) -> None:
+        with self._lock:
+            unit.calls -= 1
+            if not unit.calls and unit is not self._in_backward:
+                unit.drop()
+
+    def _fetch(self, unit: _Unit) -> None:
+        self.moved_nbytes += sum(weight.nbytes for weight in unit.weights if weight.is_away)
+        unit.fetch()
+
+    def _called(self, original: Any, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+        unit = self._units[name]
+        self._begins(unit)
+        try:
+            out = original(*args, **kwargs)
+        finally:
+            self._ends(unit)
+        if torch.is_grad_enabled():
+            self._before_backward(unit, out)
+        return out
+
+    @uncompiled
+    def _before_backward(self, unit: _Unit, out: Any) -> None:
+        """The weights come before the first node of the unit runs."""
+        nodes = {t.grad_fn for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.grad_fn is not None}
+        for node in nodes:
+            node.register_prehook(lambda _: self._backward_in(unit))
+
+    @uncompiled
+    def _backward_in(self, unit: _Unit) -> None:
+        with self._lock:
+            before, self._in_backward = self._in_backward, unit
+            if before is unit:
+                return
+            if before is None:
+                queue_callback(self.backward_ended)
+            elif not before.calls:
+                before.drop()
+            self._fetch(unit)
+
+    def _home(self) -> None:
+        with below_autograd(), unwatched():
+            for unit in self._units.values():
+                for weight in unit.weights:
+                    weight.close()
+        self._shelf.close()
+
+
+_away: set[int] = set()
+"""Identities of the storages that have a tier's memory now. Whoever parked them keeps them alive."""
+
+
+def is_away(t: torch.Tensor) -> bool:
+    """Whether the memory of `t` is in a tier, so that the device has none for it."""
+    return bool(_away) and storage_id(t) in _away
+
+
+def may_be_parked(weight: torch.Tensor) -> bool:
+    return (
+        is_plain(weight)
+        and not weight.requires_grad
+        and fills(weight)
+        and weight.nbytes > 0
+        and not in_shared_memory(weight)
+        and not is_copied_on_write(weight)
+    )

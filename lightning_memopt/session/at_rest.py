@@ -1,0 +1,255 @@
+"""What rests most of a step, and may be elsewhere meanwhile: optimizer state and frozen weights. A part of a session that chooses
+how much of it is parked.
+
+A step is solved for as it is, and with everything parked that can be. If only the second keeps the budget, or keeps it in less
+time, as much is parked as makes the step fastest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from torch import nn, optim
+
+from lightning_memopt.errors import InfeasibleError
+from lightning_memopt.graph import Graph
+from lightning_memopt.plan import StateParking, WeightParking, states_text, weights_text
+from lightning_memopt.plan.simulate import fixed_levels
+from lightning_memopt.plan.states import StateOf
+from lightning_memopt.session.judge.states import Running
+from lightning_memopt.session.observe.resident import Named, resident_nbytes
+from lightning_memopt.session.parked_states import StatesAtRest
+from lightning_memopt.session.parked_weights import UnitOf, WeightsAtRest
+from lightning_memopt.session.parking.offloading import Offloading
+from lightning_memopt.session.parts import Part, Parts
+from lightning_memopt.session.ranks.agreement import Agreement
+from lightning_memopt.session.solve.solving import NONE_SMALLER, Solved
+from lightning_memopt.session.worth import most_extra_seconds
+from lightning_memopt.solvers.frontier import Frontier, with_rest
+
+Say = Callable[[str], None]
+Solve = Callable[[Graph, Say], Solved]
+_SHARES = 4
+"""Number of shares of what rests that are tried: one of them, two, and so on."""
+
+
+@dataclass(frozen=True)
+class _Try:
+    """What was solved for a step in which this is parked.
+
+    solved: None where it was refused.
+    refusal: what was raised then, made anew: an error's frames would hold the batch.
+    lines: what was to be said.
+    """
+
+    states: tuple[StateParking, ...]
+    weights: tuple[WeightParking, ...]
+    solved: Solved | None
+    refusal: InfeasibleError | None
+    lines: tuple[str, ...]
+
+    @classmethod
+    def of(cls, solve: Solve, graph: Graph, rests: Rests | None = None, whole: _Try | None = None) -> _Try:
+        """`whole`: that of the step with nothing parked."""
+        lines: list[str] = []
+        rests = Rests() if rests is None else rests
+        states = tuple(state.parking for state in rests.states)
+        weights = tuple(unit.parking for unit in rests.units)
+        try:
+            solved = solve(graph, lines.append)
+        except InfeasibleError as error:
+            smallest, budget = error.smallest_nbytes, error.budget_nbytes
+            refusal = InfeasibleError(str(error), smallest_nbytes=smallest, budget_nbytes=budget)
+            return cls(states, weights, None, refusal, tuple(lines))
+        if states or weights:
+            unmodified = (solved if whole is None or whole.solved is None else whole.solved).plan.unmodified_peak_nbytes
+            plan = replace(with_rest(solved.plan, states, weights), unmodified_peak_nbytes=unmodified)
+            frontier = replace(solved.frontier, states=states, weights=weights, unmodified_peak_nbytes=unmodified)
+            solved = solved._replace(plan=plan, frontier=frontier)
+        return cls(states, weights, solved, None, tuple(lines))
+
+    @property
+    def fits(self) -> bool:
+        return self.solved is not None and self.solved.above is None
+
+    @property
+    def seconds(self) -> float:
+        return math.inf if self.solved is None else self.solved.plan.predicted.seconds
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of the smallest budget for it."""
+        if self.solved is None:
+            return math.inf if self.refusal is None or self.refusal.smallest_nbytes is None else self.refusal.smallest_nbytes
+        return self.solved.plan.budget_nbytes
+
+    def bounded(self, seconds: float) -> _Try:
+        """The same, with a bound on the seconds of all plans that park any of what rests."""
+        if self.solved is None:
+            return self
+        plan = self.solved.plan
+        plan = replace(plan, lower_bound_seconds=min(seconds, plan.lower_bound_seconds))
+        return replace(self, solved=self.solved._replace(plan=plan))
+
+
+@dataclass(frozen=True)
+class Rests:
+    """What is parked in a step: the optimizer state of these parameters, and the weights of these modules."""
+
+    states: tuple[StateOf, ...] = ()
+    units: tuple[UnitOf, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.states or self.units)
+
+    @classmethod
+    def of(cls, each: Iterable[StateOf | UnitOf]) -> Rests:
+        each = list(each)
+        return cls(tuple(e for e in each if isinstance(e, StateOf)), tuple(e for e in each if isinstance(e, UnitOf)))
+
+    def by_price(self) -> list[StateOf | UnitOf]:
+        """Those whose copies take least for each byte first, of several the largest."""
+        return sorted(
+            (*self.states, *self.units), key=lambda each: (each.parking.seconds / each.parking.nbytes, -each.parking.nbytes)
+        )
+
+
+class AtRest(Part):
+    """What a session parks of what rests.
+
+    states, weights: the parts that move it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[optim.Optimizer],
+        offloading: Offloading,
+        meetings: Agreement,
+        say: Say,
+        parts: Parts,
+    ) -> None:
+        """`parts`: those of the session; it is one if a plan may park."""
+        self.states = StatesAtRest(model, optimizers, offloading, meetings, say, parts)
+        self.weights = WeightsAtRest(model, offloading, meetings, say, parts)
+        self._offloading = offloading
+        if offloading.tier:
+            parts.add(self)
+
+    # -- moments of a step -------------------------------------------------------------------------
+
+    def begins(self, tensors: Iterable[Named], limit_nbytes: int) -> None:
+        """The first step is about to be observed. `tensors`: those that are there. If they exceed the limit, all frozen weights
+        are parked before it.
+        """
+        units = self.weights.may_be_parked() if self._offloading.tier else {}
+        if units and resident_nbytes(tensors, self._offloading.device) > limit_nbytes:
+            self.weights.put_modules(tuple(units))
+
+    def step_begins(self, state: object, limit_nbytes: int | None) -> None:
+        if isinstance(state, Running):
+            self._put(state)
+        else:
+            self.states.put(())
+
+    def between_steps(self, state: object) -> None:
+        if isinstance(state, Running):
+            self._put(state)
+
+    def _put(self, state: Running) -> None:
+        self.weights.put(state.plan.weights)
+        self.states.put(state.plan.states)
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes that steps have moved, out and back."""
+        return self.states.moved_nbytes + self.weights.moved_nbytes
+
+    # -- the plan ----------------------------------------------------------------------------------
+
+    def solved(self, solve: Solve, limit_nbytes: int | None, say: Say, graph: Graph) -> Solved:
+        """Solve for the step of this graph, and park what rests where that is better (see the module). `say` tells the user a
+        line. Raises InfeasibleError as `solve` does.
+        """
+        rests = Rests(tuple(self.states.found(graph)), tuple(self.weights.found(graph)))
+        if not rests:
+            return solve(graph, say)
+        whole = _Try.of(solve, graph)
+        if whole.fits and whole.seconds == 0 and limit_nbytes is not None:
+            return self._chosen(say, whole)
+        tries = [whole, _Try.of(solve, self._in_step(graph, rests), rests, whole)]
+        if limit_nbytes is None:
+            most = most_extra_seconds(graph, self._offloading.config)
+            return self._chosen(say, min(tries, key=lambda each: (each.seconds > most, each.nbytes)))
+        if tries[-1].fits:
+            assert tries[-1].solved is not None
+            some, bound = _fastest(tries[-1].solved.frontier, rests, limit_nbytes)
+            if some != rests:
+                tries.append(_Try.of(solve, self._in_step(graph, some), some, whole))
+            if rests.units:
+                bound = _least_seconds(graph, rests, limit_nbytes)
+            tries = [each.bounded(bound) for each in tries]
+        return self._chosen(say, min(tries, key=lambda each: (0, each.seconds) if each.fits else (1, each.nbytes)))
+
+    def smallest(self, graph: Graph) -> Graph:
+        """The step of this graph with everything parked that can be, as the first update will make it."""
+        rests = Rests(tuple(self.states.found(graph, timed=False)), tuple(self.weights.found(graph, timed=False)))
+        return self._in_step(graph, rests) if rests else graph
+
+    def _in_step(self, graph: Graph, rests: Rests) -> Graph:
+        graph = self.weights.in_step(graph, rests.units) if rests.units else graph
+        return self.states.in_step(graph, rests.states) if rests.states else graph
+
+    def _chosen(self, say: Say, chosen: _Try) -> Solved:
+        parks = bool(chosen.states or chosen.weights)
+        for line in chosen.lines:
+            if not (parks and line.startswith(NONE_SMALLER)):  # but the plan that parks is
+                say(line)
+        if chosen.refusal is not None:
+            raise chosen.refusal
+        assert chosen.solved is not None
+        if chosen.states:
+            took = 1e3 * sum(state.seconds for state in chosen.states)
+            say(f"MemOpt: parked between updates: {states_text(chosen.states)}; its copies take {took:.1f} ms of a step")
+        if chosen.weights:
+            took = 1e3 * sum(unit.seconds for unit in chosen.weights)
+            what = weights_text(chosen.weights)
+            say(f"MemOpt: on the device only while their module runs: {what}; their copies take {took:.1f} ms of a step")
+        return chosen.solved
+
+
+def _fastest(frontier: Frontier, rests: Rests, limit_nbytes: int) -> tuple[Rests, float]:
+    """What to park for the fastest step within the limit, and a bound on the extra seconds of all such steps, if only state
+    rests. `frontier`: of the step in which everything is parked.
+
+    State that stays takes its bytes at every point of a step. So the plans of a step that parks less are those of the step
+    that parks all, for a budget that is smaller by what stays. Weights that stay take no more than that.
+    """
+    cheapest = rests.by_price()
+    nbytes = [0, *accumulate(each.parking.nbytes for each in cheapest)]
+    seconds = [0.0, *accumulate(each.parking.seconds for each in cheapest)]
+    counts = sorted({bisect_left(nbytes, k * nbytes[-1] / _SHARES) for k in range(_SHARES + 1)}, reverse=True)
+    best = math.inf, len(cheapest)
+    least = 0.0
+    bound = math.inf
+    for count, fewer in pairwise(counts):
+        with contextlib.suppress(InfeasibleError):
+            plan = frontier.plan(limit_nbytes - (nbytes[-1] - nbytes[count]))
+            copies = seconds[-1]  # those that the frontier adds
+            best = min(best, (plan.predicted.seconds - copies + seconds[count], count))
+            least = plan.lower_bound_seconds - copies
+        bound = min(bound, least + seconds[fewer])  # of a smaller budget, the bound is no less
+    return Rests.of(cheapest[: best[1]]), bound
+
+
+def _least_seconds(graph: Graph, rests: Rests, limit_nbytes: int) -> float:
+    """No step within the limit takes fewer extra seconds: whatever is rebuilt, what rests must make room for the rest of the
+    step.
+    """
+    excess = max(fixed_levels(graph), default=0) - limit_nbytes
+    return max(0, excess) * min(each.parking.seconds / each.parking.nbytes for each in (*rests.states, *rests.units))

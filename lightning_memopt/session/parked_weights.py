@@ -1,0 +1,178 @@
+"""Frozen weights that a session parks, and has on the device only while their module runs: which of them can be parked, and when.
+
+A weight that is away can be read (runtime/parked_weights.py). So weights stay away in observed steps, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_memopt.device.places import is_on, on_host
+from lightning_memopt.graph import Graph
+from lightning_memopt.native.engine import loaded
+from lightning_memopt.plan import WeightParking
+from lightning_memopt.plan.weights import Unit, movable, parked_weights, windows_of
+from lightning_memopt.record import compiled_modules
+from lightning_memopt.runtime.parked import LEAST_NBYTES
+from lightning_memopt.runtime.parked_weights import ALIGN_NBYTES, ParkedWeights, Shelf, may_be_parked
+from lightning_memopt.session.parking.offloading import Offloading
+from lightning_memopt.session.parts import Part, Parts
+from lightning_memopt.session.ranks.agreement import Agreement
+from lightning_memopt.units import round_up
+
+Say = Callable[[str], None]
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_LARGEST = 0.5
+"""A module in a container with a larger share of all frozen weights is not a unit: its own parts are."""
+
+
+@dataclass(frozen=True)
+class UnitOf:
+    """The frozen weights of a module of the model, which are parked together.
+
+    parking: what is parked, and what that costs.
+    unit: the same in the graph.
+    """
+
+    parking: WeightParking
+    unit: Unit
+
+
+class WeightsAtRest(Part):
+    """The frozen weights of a session that its plans park.
+
+    model, offloading: those of the session.
+    """
+
+    def __init__(self, model: nn.Module, offloading: Offloading, meetings: Agreement, say: Say, parts: Parts) -> None:
+        """`parts`: those of the session; it is one if a plan may park."""
+        if offloading.tier:
+            parts.add(self)
+        self.model = model
+        self.offloading = offloading
+        self._meetings = meetings
+        self._say = say
+        self._said: set[str] = set()
+        self._paths: tuple[str, ...] = ()
+        self._parked: ParkedWeights | None = None
+        self._moved_nbytes = 0
+
+    # -- moments of a step -------------------------------------------------------------------------
+
+    def update_begins(self, optimizer: torch.optim.Optimizer, own: bool, closure: bool) -> None:
+        if self._parked is not None:
+            self._parked.backward_ended()
+
+    def put(self, weights: tuple[WeightParking, ...]) -> None:
+        """These weights are parked from now on, and no others. Raises OffloadError where the tier has no room."""
+        self.put_modules(tuple(unit.module for unit in weights))
+
+    def put_modules(self, paths: tuple[str, ...]) -> None:
+        if paths == self._paths:
+            return
+        self.close()
+        native, units = loaded(), self._units()
+        modules = {path: (self.model.get_submodule(path), units[path]) for path in paths if path in units}
+        if native is None or not modules:
+            return
+        weights = [w for _, own in modules.values() for w in own.values()]
+        room = sum(round_up(w.nbytes, ALIGN_NBYTES) for w in weights)
+        shelf = Shelf(room, self.offloading.depots.directory, self.offloading.device)
+        self._parked = ParkedWeights(
+            {path: (module, list(own.values())) for path, (module, own) in modules.items()}, shelf, native
+        )
+        self._paths = paths
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes that were fetched so far."""
+        return self._moved_nbytes + (0 if self._parked is None else self._parked.moved_nbytes)
+
+    def close(self) -> None:
+        self._moved_nbytes = self.moved_nbytes
+        self._paths = ()
+        parked, self._parked = self._parked, None
+        if parked is not None:
+            parked.close()
+
+    # -- the plan ----------------------------------------------------------------------------------
+
+    def found(self, graph: Graph, timed: bool = True) -> list[UnitOf]:
+        """All frozen weights that can be parked. `timed`: with the seconds of copies."""
+        tier, units = self.offloading.tier, self.may_be_parked()
+        if not units:
+            return []
+        ids = {t.name: t.id for t in graph.tensors if t.kind == "parameter" and t.storage == t.id}
+        known = (Unit(path, tuple(ids[name] for name in own if name in ids)) for path, own in units.items())
+        can_move = movable(graph, [unit for unit in known if len(unit.weights) == len(units[unit.path])])
+        windows = windows_of(graph, can_move)
+        rates = self.offloading.rates if timed else None
+        found = []
+        for unit in can_move:
+            nbytes, fetches = sum(graph.tensors[t].nbytes for t in unit.weights), len(windows[unit.path])
+            seconds = 0.0 if rates is None else fetches * rates.in_seconds(tier, nbytes)
+            found.append(
+                UnitOf(WeightParking(module=unit.path, tier=tier, nbytes=nbytes, fetches=fetches, seconds=seconds), unit)
+            )
+        return found
+
+    def in_step(self, graph: Graph, units: Sequence[UnitOf]) -> Graph:
+        """The step of this graph with these weights parked."""
+        return parked_weights(graph, [each.unit for each in units])
+
+    def may_be_parked(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Path of a module -> its frozen weights by name; nothing where none can be parked, and then a line says why."""
+        units = self._units() if self.offloading.tier else {}
+        if sum(w.nbytes for own in units.values() for w in own.values()) < LEAST_NBYTES:
+            return {}
+        for what in self._obstacles():
+            if what not in self._said:
+                self._said.add(what)
+                self._say(f"MemOpt: frozen weights are not parked: {what}.")
+            return {}
+        return units
+
+    def _obstacles(self) -> Iterator[str]:
+        if on_host(self.offloading.device) != (self.offloading.tier == "disk"):
+            yield f"{self.offloading.device} cannot read a file. Set offload='host'"
+        if not self._meetings.alone:
+            yield "several processes train, and plans of ranks do not park them yet. Shard them with FSDP2"
+        if loaded() is None:
+            yield "the native engine is not there. Install a C++ compiler"
+        if compiled_modules(self.model):
+            yield "compiled code does not say when it reads them. Train without torch.compile"
+
+    def _units(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Path of a module -> its frozen weights by name: of modules in lists (blocks), and of modules outside of them."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        device = self.offloading.device
+
+        def frozen(module: nn.Module, recurse: bool) -> dict[str, torch.Tensor]:
+            own = ((names[id(p)], p) for p in module.parameters(recurse) if id(p) in names)
+            return {name: p for name, p in own if is_on(device, p.device) and may_be_parked(p)}
+
+        largest = _LARGEST * sum(p.nbytes for p in frozen(self.model, True).values())
+        units: dict[str, dict[str, torch.Tensor]] = {}
+
+        def walk(module: nn.Module, path: str, in_container: bool) -> None:
+            whole = frozen(module, True)
+            is_unit = bool(path) and (in_container or not any(True for _ in module.children()))
+            if is_unit and sum(p.nbytes for p in whole.values()) <= largest and not isinstance(module, _CONTAINERS):
+                units[path] = whole
+                return
+            if path and (own := frozen(module, False)):
+                units[path] = own
+            for name, child in module.named_children():
+                walk(child, f"{path}.{name}" if path else name, isinstance(module, _CONTAINERS))
+
+        walk(self.model, "", False)
+        seen: set[int] = set()
+        distinct = {}
+        for path, own in units.items():  # a weight of two modules belongs to the first
+            distinct[path] = {name: p for name, p in own.items() if id(p) not in seen}
+            seen.update(map(id, own.values()))
+        return {path: own for path, own in distinct.items() if own}
