@@ -47,18 +47,24 @@ class _Watched(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """What a call of a module runs: `call(original, module, name, ...)`."""
+    """What a call of a module runs: `call(original, module, name, ...)`.
+
+    shares: other callers of `beneath_calls` may watch the module, too.
+    """
 
     weak: weakref.ref[nn.Module]
     name: str
     call: Callable[..., Any]
+    shares: bool
 
 
 _lock = threading.RLock()
 _watched: dict[int, _Watched] = {}
 """Identity of a module -> the module."""
-_entries: dict[int, _Entry] = {}
-"""Identity of a module whose calls are seen by `beneath_calls` -> what a call of it runs. The module may be freed meanwhile."""
+_entries: dict[int, tuple[_Entry, ...]] = {}
+"""Identity of a module whose calls are seen by `beneath_calls` -> what a call of it runs, from the inside. The module may be freed
+meanwhile.
+"""
 _innermost: dict[int, _Watched] = {}
 """Identity of a module -> the module, of those whose calls are seen by `around_innermost`."""
 _seams: dict[type[nn.Module], bool] = {}
@@ -70,9 +76,9 @@ _CHANGES = 16
 
 
 @uncompiled
-def _entry_of(module: nn.Module) -> _Entry | None:
-    entry = _entries.get(id(module))
-    return entry if entry is not None and entry.weak() is module else None  # else a module that was freed had this identity
+def _entries_of(module: nn.Module) -> tuple[_Entry, ...]:
+    entries = _entries.get(id(module), ())
+    return entries if entries and entries[0].weak() is module else ()  # else a module that was freed had this identity
 
 
 class _Seam:
@@ -85,9 +91,9 @@ class _Seam:
         watched = _watched.get(id(module))
         if watched is not None:
             return watched.call
-        entry = _entry_of(module) if _entries else None
-        if entry is not None:
-            return partial(_entered, module, entry)
+        entries = _entries_of(module) if _entries else ()
+        if entries:
+            return partial(_entered, module, entries)
         return unwatched_call(module) if id(module) in _innermost else module.__dict__.get(CALL)
 
     def __set__(self, module: nn.Module, value: Any) -> None:
@@ -129,8 +135,8 @@ def unwatched_call(module: nn.Module) -> Callable[..., Any]:
 @uncompiled
 def _beneath(module: nn.Module) -> Callable[..., Any]:
     """The function that a call of the module runs for listeners that come for one forward."""
-    entry = _entry_of(module) if _entries else None
-    return unwatched_call(module) if entry is None else partial(_entered, module, entry)
+    entries = _entries_of(module) if _entries else ()
+    return partial(_entered, module, entries) if entries else unwatched_call(module)
 
 
 def _put_seam(cls: type[nn.Module]) -> None:
@@ -159,7 +165,7 @@ def _sweep(left: Iterable[type[nn.Module]]) -> None:
             idle = {cls for cls in idle if _often[cls] < _CHANGES}
         if not idle:
             return
-        entered = (entry.weak() for entry in _entries.values())
+        entered = (entries[0].weak() for entries in _entries.values())
         watched = (each.module for each in (*_watched.values(), *_innermost.values()))
         for module in (*watched, *(m for m in entered if m is not None)):
             idle.discard(next(base for base in type(module).__mro__ if base in _seams))
@@ -254,8 +260,11 @@ def _instead(module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: 
 
 
 @uncompiled_itself
-def _entered(module: nn.Module, entry: _Entry, *args: Any, **kwargs: Any) -> Any:
-    return entry.call(unwatched_call(module), module, entry.name, *args, **kwargs)
+def _entered(module: nn.Module, entries: tuple[_Entry, ...], *args: Any, **kwargs: Any) -> Any:
+    call = unwatched_call(module)
+    for entry in entries:
+        call = partial(entry.call, call, module, entry.name)
+    return call(*args, **kwargs)
 
 
 def instead_of_calls(module: nn.Module, call: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
@@ -307,32 +316,38 @@ def around_innermost(module: nn.Module, before: Told, after: Told) -> Iterator[N
             _leave_innermost(module)  # does nothing, unless the first call was interrupted
 
 
-def _enter(module: nn.Module, name: str, call: Callable[..., Any]) -> None:
+def _enter(module: nn.Module, name: str, call: Callable[..., Any], shares: bool) -> None:
     with _lock:
-        if _entry_of(module) is None:
+        others = _entries_of(module)
+        if shares or all(entry.shares for entry in others):
             _put_seam(type(module))
-            _entries[id(module)] = _Entry(weakref.ref(module), name, call)
+            _entries[id(module)] = (*others, _Entry(weakref.ref(module), name, call, shares))
 
 
 def _leave_entries(call: Callable[..., Any]) -> None:
     with _lock:
-        for key in [key for key, entry in _entries.items() if entry.call is call]:
-            _entries.pop(key, None)
+        for key, entries in tuple(_entries.items()):
+            others = tuple(entry for entry in entries if entry.call is not call)
+            if others:
+                _entries[key] = others
+            else:
+                _entries.pop(key, None)
     _sweep(tuple(_seams))
 
 
 @contextlib.contextmanager
-def beneath_calls(modules: dict[str, nn.Module], call: Callable[..., Any]) -> Iterator[None]:
+def beneath_calls(modules: dict[str, nn.Module], call: Callable[..., Any], shares: bool = False) -> Iterator[None]:
     """Within, run `call(original, module, name, *args, **kwargs)` instead of every call of one of `modules` (name -> module).
     Listeners of the other functions wrap this call, and may come and go meanwhile.
 
     original: as for `instead_of_calls`.
     modules: emptied, because no module is kept alive. Modules that another caller of this function watches are left alone.
+    shares: they are not; our call runs that of the other caller. Nor are they left alone by a later caller.
     """
     try:
         while modules:
             name, module = modules.popitem()
-            _enter(module, name, call)
+            _enter(module, name, call, shares)
             del module
         yield
     finally:

@@ -22,6 +22,7 @@ from torch import nn
 
 from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import OffloadError
+from lightning_memopt.native import counter_of
 from lightning_memopt.record import beneath_calls, fills, is_plain, uncompiled, unwatched
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of, in_shared_memory
@@ -100,7 +101,9 @@ class _Weight:
 
     def fetch(self) -> None:
         if self.is_away:
-            beside = torch.empty(self.nbytes, dtype=torch.uint8, device=self.weight.device)
+            counter = counter_of(self.weight.device)
+            with contextlib.nullcontext() if counter is None else counter.hidden():  # an observed step has its weights already
+                beside = torch.empty(self.nbytes, dtype=torch.uint8, device=self.weight.device)
             beside.copy_(self.there, non_blocking=True)
             self._version = self.weight._version
             self._native.exchange(self.weight, beside)
@@ -117,8 +120,11 @@ class _Weight:
 
     def close(self) -> None:
         """W3."""
-        self.fetch()
-        self._beside = None
+        self.drop()
+        home = torch.empty(self.nbytes, dtype=torch.uint8, device=self.weight.device)
+        home.copy_(self.there)
+        self._native.exchange(self.weight, home)
+        _away.discard(storage_id(self.weight))
 
 
 class _Unit:
@@ -163,7 +169,9 @@ class ParkedWeights:
                     self._units[path] = unit = _Unit()
                     for weight in weights:
                         unit.weights.append(_Weight(weight, shelf, native))
-            self._contexts.enter_context(beneath_calls({path: module for path, (module, _) in modules.items()}, self._called))
+            called = self._called  # one object, by which the listener is known when it leaves
+            units = {path: module for path, (module, _) in modules.items()}
+            self._contexts.enter_context(beneath_calls(units, called, shares=True))
         except BaseException:
             self._contexts.close()
             raise
