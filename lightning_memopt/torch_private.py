@@ -84,9 +84,7 @@ schema_of = _named("torch:_C._get_schema")  # kinds of an op's arguments, by its
 backward_task: Callable[[], int] = _named("torch:_C._current_graph_task_id")  # whether a backward runs in this thread
 backward_keeps_graph: Callable[[], bool] = _named("torch:_C._autograd._get_current_graph_task_keep_graph")  # retain_graph
 current_node = _named("torch:_C._current_autograd_node")  # whether a node of a backward runs, or what comes after all nodes
-is_copied_on_write: Callable[[torch.Tensor], bool] = _named(
-    "torch:_C._is_cow_tensor"
-)  # whether others share its bytes until a write
+is_copied_on_write: Callable[[torch.Tensor], bool] = _named("torch:_C._is_cow_tensor")  # whether others have its bytes
 queue_callback = _named("torch.autograd:Variable._execution_engine.queue_callback")  # called when backward has run its nodes
 innermost_hooks = _named("torch:_C._autograd._top_saved_tensors_default_hooks")  # whether our hooks are the innermost
 hooks_are_enabled: Callable[[], bool] = _named("torch:_C._autograd._saved_tensors_hooks_is_enabled")  # may ours be used

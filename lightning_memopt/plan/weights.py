@@ -1,7 +1,7 @@
 """How a step changes whose frozen weights are parked in a tier, and are on the device only while their module runs.
 
-A *unit* is a module whose frozen weights come and go together: a block of a transformer. They come when it is called, and go when
-the call is over. In backward, they come before the first node of the unit, and go when those of another unit come, or when
+A *unit* is a module whose frozen weights come and go together: a block of a transformer. They come when it is called, and go
+when the call is over. In backward, they come before the first node of the unit, and go when those of another unit come, or when
 backward is over. So in the graph such a weight is a tensor with windows.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import groupby
 
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.graph.model import around
@@ -30,7 +30,7 @@ class Unit:
 
 
 def movable(graph: Graph, units: Sequence[Unit]) -> list[Unit]:
-    """Those of these units that run once in the forward, and once in backward or never, and whose weights nothing else reads."""
+    """Those of these units that run once in the forward, and once in backward or never. Nothing else reads their weights."""
     written = {t for op in graph.ops for t, _ in op.mutates}
     waiting = [unit for unit in units if unit.path in graph.unbroken and written.isdisjoint(unit.weights)]
     readers: dict[int, list[int]] = {}
@@ -59,14 +59,14 @@ def windows_of(graph: Graph, units: Sequence[Unit]) -> dict[str, tuple[Window, .
         first, end = graph.unbroken[unit.path]
         windows[unit.path] = ((graph.ops[first].at, graph.ops[end - 1].at),)
     over = max((op.at for op in graph.ops if op.phase == "backward"), default=BEFORE)
-    runs = [*_in_backward(graph, units), (over + 1, None)]
-    for (first, unit), (following, _) in pairwise(runs):
-        assert unit is not None, "only the end has no unit"
-        windows[unit.path] += ((first, following - 1),)
+    runs = _in_backward(graph, units)
+    ends = [first - 1 for first, _ in runs[1:]] + [over]
+    for (first, unit), end in zip(runs, ends, strict=False):
+        windows[unit.path] += ((first, end),)
     return windows
 
 
-def _in_backward(graph: Graph, units: Sequence[Unit]) -> list[tuple[int, Unit | None]]:
+def _in_backward(graph: Graph, units: Sequence[Unit]) -> list[tuple[int, Unit]]:
     """(point, unit): the weights of the unit come before this point of backward, and those of the one before have gone."""
     unit_of_weight = {t: unit for unit in units for t in unit.weights}
     unit_of_path = {unit.path: unit for unit in units}

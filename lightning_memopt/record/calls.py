@@ -62,8 +62,9 @@ _lock = threading.RLock()
 _watched: dict[int, _Watched] = {}
 """Identity of a module -> the module."""
 _entries: dict[int, tuple[_Entry, ...]] = {}
-"""Identity of a module whose calls are seen by `beneath_calls` -> what a call of it runs, from the inside. The module may be freed
-meanwhile.
+"""Identity of a module whose calls are seen by `beneath_calls` -> what a call of it runs, from the inside.
+
+The module may be freed meanwhile.
 """
 _innermost: dict[int, _Watched] = {}
 """Identity of a module -> the module, of those whose calls are seen by `around_innermost`."""

@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,58 +129,85 @@ class _Weight:
 
 
 class _Unit:
-    """The weights of one module.
+    """The parked weights of one module. Raises OffloadError where there is no room for them.
 
-    calls: how many calls of it are running.
+    calls: how many calls of the module are running.
     """
 
-    def __init__(self) -> None:
-        self.weights: list[_Weight] = []
+    def __init__(self, weights: Sequence[torch.Tensor], shelf: Shelf, native: Any) -> None:
         self.calls = 0
+        self.listening = contextlib.ExitStack()
+        self._shelf = shelf
+        self._weights: list[_Weight] = []
+        try:
+            with below_autograd(), unwatched():
+                for weight in weights:
+                    self._weights.append(_Weight(weight, shelf, native))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def away_nbytes(self) -> int:
+        return sum(weight.nbytes for weight in self._weights if weight.is_away)
 
     def fetch(self) -> None:
         with below_autograd(), unwatched():
-            for weight in self.weights:
+            for weight in self._weights:
                 weight.fetch()
 
     def drop(self) -> None:
         with below_autograd(), unwatched():
-            for weight in self.weights:
+            for weight in self._weights:
                 weight.drop()
+
+    def close(self) -> None:
+        """W3. May be called again: a weight for which there is no room raises, and stays in the tier."""
+        self.listening.close()
+        with below_autograd(), unwatched():
+            while self._weights:
+                self._weights[-1].close()
+                self._weights.pop()
+        self._shelf.close()
 
 
 class ParkedWeights:
-    """Frozen weights of some modules, parked from now until `close`.
+    """Frozen weights of some modules that are parked: none at first.
 
     moved_nbytes: bytes that were fetched so far.
     """
 
-    def __init__(self, modules: Mapping[str, tuple[nn.Module, Sequence[torch.Tensor]]], shelf: Shelf, native: Any) -> None:
-        """`modules`: path -> the module, and its weights."""
+    def __init__(self, native: Any) -> None:
         self.moved_nbytes = 0
-        self._shelf = shelf
+        self._native = native
         self._lock = threading.RLock()
         self._in_backward: _Unit | None = None
         self._units: dict[str, _Unit] = {}
-        self._contexts = contextlib.ExitStack()
-        self._contexts.callback(self._home)
-        try:
-            with below_autograd(), unwatched():
-                for path, (_, weights) in modules.items():
-                    self._units[path] = unit = _Unit()
-                    for weight in weights:
-                        unit.weights.append(_Weight(weight, shelf, native))
-            called = self._called  # one object, by which the listener is known when it leaves
-            units = {path: module for path, (module, _) in modules.items()}
-            self._contexts.enter_context(beneath_calls(units, called, shares=True))
-        except BaseException:
-            self._contexts.close()
-            raise
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """The modules whose weights are parked."""
+        return frozenset(self._units)
+
+    def put(self, path: str, module: nn.Module, weights: Sequence[torch.Tensor], shelf: Shelf) -> None:
+        """Park the weights of a module from now on. `shelf`: has room for them, and for nothing else. Raises OffloadError."""
+        unit = self._units[path] = _Unit(weights, shelf, self._native)
+        unit.listening.enter_context(beneath_calls({path: module}, partial(self._called, unit), shares=True))
+
+    def home(self, paths: Iterable[str]) -> None:
+        """The weights of these modules are on the device from now on, as without us. Raises torch.OutOfMemoryError where there
+        is no room: they stay in the tier, and can be read.
+        """
+        self.backward_ended()
+        for path in tuple(paths):
+            self._units[path].close()
+            del self._units[path]
 
     def close(self) -> None:
-        """All weights are on the device from now on, as without us. May be called again."""
-        self._contexts.close()
+        """All weights are on the device from now on. May be called again."""
+        self.home(self._units)
 
+    @uncompiled
     def backward_ended(self) -> None:
         with self._lock:
             unit, self._in_backward = self._in_backward, None
@@ -187,6 +215,16 @@ class ParkedWeights:
                 unit.drop()
 
     # -- a unit runs ---------------------------------------------------------------------------------
+
+    def _called(self, unit: _Unit, original: Any, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+        self._begins(unit)
+        try:
+            out = original(*args, **kwargs)
+        finally:
+            self._ends(unit)
+        if torch.is_grad_enabled():
+            self._before_backward(unit, out)
+        return out
 
     @uncompiled
     def _begins(self, unit: _Unit) -> None:
@@ -202,19 +240,8 @@ class ParkedWeights:
                 unit.drop()
 
     def _fetch(self, unit: _Unit) -> None:
-        self.moved_nbytes += sum(weight.nbytes for weight in unit.weights if weight.is_away)
+        self.moved_nbytes += unit.away_nbytes
         unit.fetch()
-
-    def _called(self, original: Any, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-        unit = self._units[name]
-        self._begins(unit)
-        try:
-            out = original(*args, **kwargs)
-        finally:
-            self._ends(unit)
-        if torch.is_grad_enabled():
-            self._before_backward(unit, out)
-        return out
 
     @uncompiled
     def _before_backward(self, unit: _Unit, out: Any) -> None:
@@ -234,13 +261,6 @@ class ParkedWeights:
             elif not before.calls:
                 before.drop()
             self._fetch(unit)
-
-    def _home(self) -> None:
-        with below_autograd(), unwatched():
-            for unit in self._units.values():
-                for weight in unit.weights:
-                    weight.close()
-        self._shelf.close()
 
 
 _away: set[int] = set()

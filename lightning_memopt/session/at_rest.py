@@ -1,5 +1,4 @@
-"""What rests most of a step, and may be elsewhere meanwhile: optimizer state and frozen weights. A part of a session that chooses
-how much of it is parked.
+"""What rests most of a step, and may be elsewhere meanwhile: optimizer state and frozen weights. A session parks some of it.
 
 A step is solved for as it is, and with everything parked that can be. If only the second keeps the budget, or keeps it in less
 time, as much is parked as makes the step fastest.
@@ -143,12 +142,12 @@ class AtRest(Part):
 
     # -- moments of a step -------------------------------------------------------------------------
 
-    def begins(self, tensors: Iterable[Named], limit_nbytes: int) -> None:
+    def begins(self, tensors: Iterable[Named], limit_nbytes: int | None) -> None:
         """The first step is about to be observed. `tensors`: those that are there. If they exceed the limit, all frozen weights
         are parked before it.
         """
         units = self.weights.may_be_parked() if self._offloading.tier else {}
-        if units and resident_nbytes(tensors, self._offloading.device) > limit_nbytes:
+        if units and limit_nbytes is not None and resident_nbytes(tensors, self._offloading.device) > limit_nbytes:
             self.weights.put_modules(tuple(units))
 
     def step_begins(self, state: object, limit_nbytes: int | None) -> None:
@@ -252,4 +251,5 @@ def _least_seconds(graph: Graph, rests: Rests, limit_nbytes: int) -> float:
     step.
     """
     excess = max(fixed_levels(graph), default=0) - limit_nbytes
-    return max(0, excess) * min(each.parking.seconds / each.parking.nbytes for each in (*rests.states, *rests.units))
+    cheapest = rests.by_price()[0].parking
+    return max(0, excess) * cheapest.seconds / cheapest.nbytes

@@ -1,4 +1,4 @@
-"""Frozen weights that a session parks, and has on the device only while their module runs: which of them can be parked, and when.
+"""Frozen weights that a session parks, and that are on the device only while their module runs: which of them can be parked.
 
 A weight that is away can be read (runtime/parked_weights.py). So weights stay away in observed steps, too.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_memopt.device.places import is_on, on_host
+from lightning_memopt.errors import OffloadError
 from lightning_memopt.graph import Graph
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import WeightParking
@@ -59,7 +60,6 @@ class WeightsAtRest(Part):
         self._said: set[str] = set()
         self._paths: tuple[str, ...] = ()
         self._parked: ParkedWeights | None = None
-        self._moved_nbytes = 0
 
     # -- moments of a step -------------------------------------------------------------------------
 
@@ -68,36 +68,38 @@ class WeightsAtRest(Part):
             self._parked.backward_ended()
 
     def put(self, weights: tuple[WeightParking, ...]) -> None:
-        """These weights are parked from now on, and no others. Raises OffloadError where the tier has no room."""
+        """These weights are parked from now on, and no others."""
         self.put_modules(tuple(unit.module for unit in weights))
 
     def put_modules(self, paths: tuple[str, ...]) -> None:
         if paths == self._paths:
             return
-        self.close()
-        native, units = loaded(), self._units()
-        modules = {path: (self.model.get_submodule(path), units[path]) for path in paths if path in units}
-        if native is None or not modules:
-            return
-        weights = [w for _, own in modules.values() for w in own.values()]
-        room = sum(round_up(w.nbytes, ALIGN_NBYTES) for w in weights)
-        shelf = Shelf(room, self.offloading.depots.directory, self.offloading.device)
-        self._parked = ParkedWeights(
-            {path: (module, list(own.values())) for path, (module, own) in modules.items()}, shelf, native
-        )
         self._paths = paths
+        units, native = self._units(), loaded()
+        if self._parked is None:
+            self._parked = ParkedWeights(native)
+        self._parked.home(self._parked.paths.difference(paths))
+        for path in paths:
+            if native is None or path not in units or path in self._parked.paths:
+                continue
+            weights = list(units[path].values())
+            room = sum(round_up(w.nbytes, ALIGN_NBYTES) for w in weights)
+            try:
+                shelf = Shelf(room, self.offloading.depots.directory, self.offloading.device)
+                self._parked.put(path, self.model.get_submodule(path), weights, shelf)
+            except OffloadError as error:
+                self._tell(f"frozen weights that the plan parks stay on the device: {error}")
+                return
 
     @property
     def moved_nbytes(self) -> int:
         """Bytes that were fetched so far."""
-        return self._moved_nbytes + (0 if self._parked is None else self._parked.moved_nbytes)
+        return 0 if self._parked is None else self._parked.moved_nbytes
 
     def close(self) -> None:
-        self._moved_nbytes = self.moved_nbytes
         self._paths = ()
-        parked, self._parked = self._parked, None
-        if parked is not None:
-            parked.close()
+        if self._parked is not None:
+            self._parked.close()
 
     # -- the plan ----------------------------------------------------------------------------------
 
@@ -130,11 +132,14 @@ class WeightsAtRest(Part):
         if sum(w.nbytes for own in units.values() for w in own.values()) < LEAST_NBYTES:
             return {}
         for what in self._obstacles():
-            if what not in self._said:
-                self._said.add(what)
-                self._say(f"MemOpt: frozen weights are not parked: {what}.")
+            self._tell(f"frozen weights are not parked: {what}")
             return {}
         return units
+
+    def _tell(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            self._say(f"MemOpt: {what}.")
 
     def _obstacles(self) -> Iterator[str]:
         if on_host(self.offloading.device) != (self.offloading.tier == "disk"):

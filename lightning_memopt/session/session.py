@@ -405,10 +405,8 @@ class Session:
             self._plan_cache[signature] = given = Running(*self.given, None)
             given.past.early_known = self._early is not None
         elif self.budget_nbytes is not None and not self._plan_cache.begins_anew:
-            self._at_rest.begins(
-                resident_tensors(self.model, self.optimizers, batch), self.budget_nbytes - self.config.headroom
-            )
-            resident = resident_tensors(self.model, self.optimizers, batch)
+            resident = list(resident_tensors(self.model, self.optimizers, batch))
+            self._at_rest.begins(resident, self._limit_nbytes)
             refuse_hopeless(resident, self.device, self.budget_nbytes, self.config.headroom)
 
     def _observe(self, state: Observing | Waiting, batch: Any) -> Recording | None:

@@ -239,7 +239,8 @@ class Frontier:
 
 def with_rest(plan: Plan, states: tuple[StateParking, ...], weights: tuple[WeightParking, ...]) -> Plan:
     """This plan of a step in which these states and weights are parked, with what their copies cost."""
-    predicted, each = plan.predicted, (*states, *weights)
+    predicted = plan.predicted
+    each: tuple[StateParking | WeightParking, ...] = (*states, *weights)
     moved_nbytes = sum(2 * state.nbytes for state in states) + sum(unit.fetches * unit.nbytes for unit in weights)
     seconds = sum(one.seconds for one in each)
     return replace(

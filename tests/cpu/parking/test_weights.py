@@ -1,0 +1,383 @@
+"""Frozen weights that are on the device only while their module runs: bits, bytes, readers, writers, and what goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.nn.functional import cross_entropy, gelu
+from torch.utils.checkpoint import checkpoint
+
+from lightning_memopt import optimize
+from lightning_memopt.errors import InfeasibleError, OffloadError
+from lightning_memopt.native.engine import loaded, without
+from lightning_memopt.plan import lower
+from lightning_memopt.plan.files import read_plan, write_plan
+from lightning_memopt.plan.validate import validate
+from lightning_memopt.runtime import install_native, parked_weights
+from lightning_memopt.runtime.parked_weights import ParkedWeights, Shelf, is_away, may_be_parked
+from tests.cpu.lib.engines import elements
+from tests.cpu.lib.said import listening
+from tests.cpu.lib.times import Known, given
+
+MIB = 1 << 20
+WORDS, WIDTH = 500, 128
+
+
+@pytest.fixture(autouse=True)
+def known_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, Known())
+    install_native(lambda line: None)
+    if loaded() is None:
+        pytest.skip("no C++ compiler: frozen weights are not parked, and a line says so")
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with an adapter of rank 4."""
+
+    def __init__(self, n_in: int, n_out: int) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(n_in, n_out)
+        self.down = nn.Parameter(torch.randn(4, n_in) / 50)
+        self.up = nn.Parameter(torch.randn(n_out, 4) / 50)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + (x @ self.down.T) @ self.up.T
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide = Adapted(WIDTH, 4 * WIDTH)
+        self.narrow = Adapted(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.narrow(gelu(self.wide(self.norm(x)))))
+
+
+class Model(nn.Module):
+    """Of 500 words; only adapters are trained. Frozen weights have 2.5 MiB."""
+
+    def __init__(self, again: bool = False, tied: bool = False) -> None:
+        super().__init__()
+        self.again = again
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        for name, p in self.named_parameters():
+            p.requires_grad_(name.endswith((".down", ".up")))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embedding(words)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+        return self.head(x)
+
+
+def model_of(**kinds: bool) -> Model:
+    torch.manual_seed(0)
+    return Model(**kinds)
+
+
+class Trained:
+    """The weights and losses of a run, and its status (None without a budget)."""
+
+    def __init__(
+        self,
+        budget: Any,
+        steps: int = 6,
+        model: Model | None = None,
+        meanwhile: Callable[[Model, int], object] = lambda model, step: None,
+        autocast: bool = False,
+        **options: Any,
+    ) -> None:
+        model = model_of() if model is None else model
+        optimizer = optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+        options = {"offload": "disk", "max_slowdown": 1e6, "optimizer_in_backward": "never"} | options
+        self.losses: list[float] = []
+        self.status: Any = None
+        self.graph: Any = None
+        with contextlib.nullcontext() if budget is None else optimize(model, optimizer, budget=budget, **options) as run:
+            for step in range(steps):
+                words = torch.randint(0, WORDS, (4, 16))
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    loss = cross_entropy(model(words).flatten(0, 1).float(), words.flatten())
+                loss.backward()
+                optimizer.step()
+                self.losses.append(loss.item())
+                meanwhile(model, step)
+            if budget is not None:
+                self.status = run.status()
+                if run.plan is not None:
+                    self.graph = run.session._plan_cache.main.program.graph
+        self.bits = elements([p.detach() for p in model.parameters()])
+        self.resizable = all(p.untyped_storage().resizable() and not is_away(p) for p in model.parameters())
+
+    def is_as(self, plain: Trained) -> bool:
+        return self.losses == plain.losses and self.bits == plain.bits and self.resizable
+
+
+KINDS: dict[str, dict[str, bool]] = {"plain": {}, "with checkpoints": {"again": True}, "tied": {"tied": True}, "autocast": {}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_smallest_plan(kind: str) -> None:
+    """Bits are the plain ones, with dropout. The measured peak is as predicted, to 4 KiB, and far below that without."""
+    autocast = kind == "autocast"
+    plain = Trained(None, model=model_of(**KINDS[kind]), autocast=autocast)
+    without_, with_ = (
+        Trained("min", model=model_of(**KINDS[kind]), autocast=autocast, offload=offload) for offload in ("none", "disk")
+    )
+    assert with_.is_as(plain) and without_.is_as(plain)
+    plan = with_.status.plan
+    nbytes = sum(unit.nbytes for unit in plan.weights)
+    assert {unit.module for unit in plan.weights} >= {f"blocks.{i}" for i in range(4)} and nbytes >= 2 * MIB
+    assert without_.status.plan.budget_nbytes - plan.budget_nbytes >= MIB
+    assert 0 <= with_.status.predicted_peak_nbytes - with_.status.measured_peak_nbytes <= 4096
+    assert with_.status.measured_peak_nbytes <= plan.budget_nbytes
+    assert ("embedding" in {unit.module for unit in plan.weights}) == (kind != "tied")  # the head reads it, too
+
+
+def test_a_budget_below_the_weights() -> None:
+    """It is kept from the first planned step on. The weights are away before the first step runs: they alone exceed it."""
+    plain = Trained(None)
+    budget = Trained("min").status.plan.budget_nbytes + MIB // 4
+    weights_nbytes = sum(p.nbytes for p in model_of().parameters())
+    assert budget < weights_nbytes
+    with pytest.raises(InfeasibleError, match="below the bytes"):
+        Trained(budget, offload="none")
+    kept = Trained(budget)
+    assert kept.is_as(plain) and kept.status.measured_peak_nbytes <= budget
+    assert 0 <= kept.status.predicted_peak_nbytes - kept.status.measured_peak_nbytes <= 4096
+
+
+def test_no_more_is_parked_than_the_budget_needs() -> None:
+    least, most = (Trained("min", offload=offload).status.plan.budget_nbytes for offload in ("disk", "none"))
+    half = Trained((least + most) // 2)
+    assert 0 < len(half.status.plan.weights) < 6 and half.is_as(Trained(None))
+    assert half.status.measured_peak_nbytes <= (least + most) // 2
+    assert not Trained(64 * MIB).status.plan.weights
+
+
+def test_a_plan_is_valid_and_bounded() -> None:
+    """By the validator, which counts bytes by code of its own. Copies are in the price, and the bound is no more than it."""
+    least, most = (Trained("min", offload=offload).status.plan.budget_nbytes for offload in ("disk", "none"))
+    for budget in (least, (least + most) // 2):
+        found = Trained(budget)
+        plan = found.status.plan
+        report = validate(found.graph, plan.lives, lower(found.graph, plan.lives))
+        assert not report.problems and report.peak_nbytes == plan.predicted.peak_nbytes
+        assert plan.predicted.seconds >= sum(unit.seconds for unit in plan.weights) > 0
+        assert plan.lower_bound_seconds <= plan.predicted.seconds
+        assert plan.predicted.moved_nbytes >= sum(unit.fetches * unit.nbytes for unit in plan.weights)
+        windowed = {t.name for t in found.graph.tensors if t.windows}
+        assert all(f"{unit.module}." in " ".join(windowed) for unit in plan.weights)
+
+
+def test_a_plan_file_parks_weights(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    found = Trained("min")
+    write_plan(path, found.status.plan, found.graph)
+    read, graph = read_plan(path)
+    assert read.weights == found.status.plan.weights and read.weights
+    again = Trained(None, model=model_of())
+    model = model_of()
+    optimizer = optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    away = []
+    losses = []
+    with optimize(model, optimizer, plan=path, offload="disk", optimizer_in_backward="never"):
+        for _ in range(6):
+            words = torch.randint(0, WORDS, (4, 16))
+            optimizer.zero_grad()
+            loss = cross_entropy(model(words).flatten(0, 1), words.flatten())
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            away.append(sum(is_away(p) for p in model.parameters()))
+    assert losses == again.losses and away[0] > 15 and len(set(away)) == 1
+    assert graph.windowed
+
+
+# -- whoever reads or writes -----------------------------------------------------------------------
+
+
+def norms(model: Model, step: int) -> list[float]:
+    return [p.detach().norm().item() for p in model.parameters()]
+
+
+def saves(model: Model, step: int) -> object:
+    state = copy.deepcopy(model.state_dict())
+    model.load_state_dict({name: t * 1.0 for name, t in state.items()})
+    return copy.deepcopy(model)
+
+
+def merges(model: Model, step: int) -> None:
+    """The adapter of a block becomes a part of its frozen weight."""
+    if step == 3:
+        with torch.no_grad():
+            adapted = model.blocks[2].wide
+            adapted.frozen.weight += adapted.up @ adapted.down
+            adapted.up.zero_()
+
+
+def writes_data(model: Model, step: int) -> None:
+    model.blocks[1].narrow.frozen.weight.data.mul_(1.01)  # moves no version counter that anybody sees
+
+
+def evaluates(model: Model, step: int) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(torch.zeros(2, 8, dtype=torch.long))
+    model.train()
+
+
+OTHERS: dict[str, Callable[[Model, int], object]] = {
+    "norms": norms,
+    "saves": saves,
+    "merges": merges,
+    "writes data": writes_data,
+    "evaluates": evaluates,
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_the_loop_reads_and_writes_weights_that_are_away(other: str) -> None:
+    plain, parked = (Trained(budget, meanwhile=OTHERS[other]) for budget in (None, "min"))
+    assert parked.status.plan.weights and parked.is_as(plain)
+
+
+def test_a_weight_that_is_written_in_its_module_is_written_back() -> None:
+    """`W2`: what the module wrote is there when it runs again."""
+
+    class Shrinking(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.mul_(0.9)
+            return super().forward(x)
+
+    module, plain = (nn.Sequential(Shrinking(8, 8)).requires_grad_(False) for _ in range(2))
+    plain.load_state_dict(module.state_dict())
+    with parked_of(module):
+        for _ in range(3):
+            x = torch.randn(4, 8)
+            assert torch.equal(module(x), plain(x)) and is_away(module[0].weight)
+    assert torch.equal(module[0].weight, plain[0].weight) and not is_away(module[0].weight)
+
+
+@contextlib.contextmanager
+def parked_of(model: nn.Module) -> Iterator[ParkedWeights]:
+    """The frozen weights of each child are parked, as a unit."""
+    parked = ParkedWeights(loaded())
+    try:
+        for path, module in model.named_children():
+            weights = [p for p in module.parameters() if may_be_parked(p)]
+            room = sum(parked_weights.ALIGN_NBYTES + p.nbytes for p in weights)
+            parked.put(path, module, weights, Shelf(room, None, torch.device("cpu")))
+        yield parked
+    finally:
+        parked.close()
+
+
+def test_weights_are_there_in_their_module_alone() -> None:
+    """In forward and backward one unit is on the device at a time, and none when backward is over, or has raised."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))).requires_grad_(False)
+    plain = copy.deepcopy(model)
+    seen: list[list[int]] = []
+
+    def look(*_: Any) -> None:
+        seen.append([i for i, layer in enumerate(model) if not is_away(layer.weight)])
+
+    with parked_of(model) as parked:
+        for layer in model:
+            layer.register_forward_hook(look)
+        x = torch.randn(4, 32, requires_grad=True)
+        out = model(x)
+        assert seen == [[0], [1], [2], [3]]
+        seen.clear()
+        out.grad_fn.register_hook(look)
+        out.sum().backward()
+        assert seen == [[3]] and all(is_away(layer.weight) for layer in model)
+        assert parked.moved_nbytes == 2 * sum(p.nbytes for p in model.parameters())
+        seen.clear()
+        broken = model(x)
+        broken.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            broken.sum().backward()
+    grad = x.grad.clone()
+    x.grad = None
+    plain(x).sum().backward()
+    assert torch.equal(grad, x.grad) and not any(is_away(p) for p in model.parameters())
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+def test_a_full_disk_keeps_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those for which there is no room stay on the device, a line says so, and training goes on."""
+    plain, taken = Trained(None), []
+
+    class Full(Shelf):
+        def put(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+            taken.append(flat.numel())
+            if len(taken) == 12:
+                raise OffloadError("no space left")
+            return super().put(flat)
+
+    monkeypatch.setattr("lightning_memopt.session.parked_weights.Shelf", Full)
+    with listening() as said:
+        found = Trained("min")
+        text = said.taken()
+    assert found.is_as(plain) and "frozen weights that the plan parks stay on the device: no space left" in text
+
+
+@pytest.mark.parametrize("what", ["fetch", "drop"])
+def test_an_interrupt_at_any_copy_loses_nothing(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))).requires_grad_(False)
+    plain = elements(model.parameters())
+    original = getattr(parked_weights._Weight, what)
+    for k in range(1, 14):
+        left = [k]
+
+        def interrupted(self: Any, left: list[int] = left) -> None:
+            left[0] -= 1
+            if not left[0]:
+                raise KeyboardInterrupt
+            original(self)
+
+        with parked_of(model):
+            monkeypatch.setattr(parked_weights._Weight, what, interrupted)
+            with contextlib.suppress(KeyboardInterrupt):
+                model(torch.randn(2, 32, requires_grad=True)).sum().backward()
+            monkeypatch.undo()
+            out = model(torch.randn(2, 32, requires_grad=True))
+            out.sum().backward()
+        assert elements(model.parameters()) == plain and not any(is_away(p) for p in model.parameters()), k
+
+
+def test_without_a_compiler_a_line_says_that_weights_stay() -> None:
+    with without(), listening() as said:
+        found = Trained("min")
+        text = said.taken()
+    assert not found.status.plan.weights and "frozen weights are not parked: the native engine is not there" in text
+
+
+def test_nothing_is_parked_of_memory_that_others_have() -> None:
+    flat = torch.zeros(2, 8)
+    shared = torch.zeros(8).share_memory_()
+    views = nn.Parameter(flat[0], requires_grad=False)
+    trained = nn.Parameter(torch.zeros(8))
+    assert not any(map(may_be_parked, (views, shared, trained, torch.zeros(8)._lazy_clone())))
+    assert may_be_parked(nn.Parameter(torch.zeros(8), requires_grad=False))
