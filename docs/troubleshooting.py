@@ -187,9 +187,22 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "it known that this gives the same bits.",
         "What the line says. Otherwise nothing: the plan keeps the budget without it, or another line says that none does.",
     ),
-    ("session/parked_states.py", "MemOpt: parked between updates"): (
+    ("session/at_rest.py", "MemOpt: parked between updates"): (
         "With `offload=`, the state rests in the tier between updates, because the budget needs the bytes.",
         NOTHING,
+    ),
+    ("session/at_rest.py", "MemOpt: on the device only while"): (
+        "With `offload=`, frozen weights rest in the tier while other modules run, because the budget needs the bytes.",
+        NOTHING,
+    ),
+    ("session/parked_weights.py", "MemOpt: frozen weights are not parked"): (
+        "The plan could park frozen weights, but not here, for the reason named.",
+        "What the line says. Otherwise nothing: the plan keeps the budget without it, or another line says that none does.",
+    ),
+    ("session/parked_weights.py", "MemOpt: frozen weights that the plan parks"): (
+        "The tier has no room for some of the weights that the plan parks. Bits are right, but a step "
+        "takes more bytes than predicted.",
+        "Give the tier more room, as the line says.",
     ),
     ("session/pooling.py", "MemOpt: no planned pool:"): (
         "The pool cannot be installed, for the reason named.",

@@ -50,7 +50,7 @@ class Shelf:
         if self._pool is not None and not self._pool.locked:
             self._pool.close()
             raise OffloadError(
-                f"{nbytes} bytes of host memory cannot be page-locked, and only such memory can be read from {device}"
+                f"{nbytes} bytes of host memory cannot be page-locked, and {device} reads no other; raise `ulimit -l`"
             )
 
     def put(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,7 +65,10 @@ class Shelf:
                 self._file.write(buffer(flat), offset)
                 pages: Any = self._file.pages(nbytes, offset)
             except OSError as error:
-                raise OffloadError(f"frozen weights cannot be written to the disk tier: {error.strerror or error}") from error
+                raise OffloadError(
+                    f"{nbytes} bytes of frozen weights cannot be written to the disk tier: {error.strerror or error}; "
+                    "give it another directory: offload='disk:/that/one'"
+                ) from error
         else:
             assert self._pool is not None
             self._pool.bytes[offset : offset + nbytes].copy_(flat)

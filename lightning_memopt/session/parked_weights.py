@@ -18,6 +18,7 @@ from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import WeightParking
 from lightning_memopt.plan.weights import Unit, movable, parked_weights, windows_of
 from lightning_memopt.record import compiled_modules
+from lightning_memopt.runtime.early_updates import Reason
 from lightning_memopt.runtime.parked import LEAST_NBYTES
 from lightning_memopt.runtime.parked_weights import ALIGN_NBYTES, ParkedWeights, Shelf, may_be_parked
 from lightning_memopt.session.parking.offloading import Offloading
@@ -88,7 +89,8 @@ class WeightsAtRest(Part):
                 shelf = Shelf(room, self.offloading.depots.directory, self.offloading.device)
                 self._parked.put(path, self.model.get_submodule(path), weights, shelf)
             except OffloadError as error:
-                self._tell(f"frozen weights that the plan parks stay on the device: {error}")
+                if self._is_new(str(error)):
+                    self._say(f"MemOpt: frozen weights that the plan parks stay on the device: {error}")
                 return
 
     @property
@@ -131,25 +133,27 @@ class WeightsAtRest(Part):
         units = self._units() if self.offloading.tier else {}
         if sum(w.nbytes for own in units.values() for w in own.values()) < LEAST_NBYTES:
             return {}
-        for what in self._obstacles():
-            self._tell(f"frozen weights are not parked: {what}")
+        for what, fix in self._obstacles():
+            if self._is_new(what):
+                self._say(f"MemOpt: frozen weights are not parked: {what}. {fix}.")
             return {}
         return units
 
-    def _tell(self, what: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            self._say(f"MemOpt: {what}.")
+    def _is_new(self, what: str) -> bool:
+        """Whether the user was not told of it yet."""
+        new = what not in self._said
+        self._said.add(what)
+        return new
 
-    def _obstacles(self) -> Iterator[str]:
+    def _obstacles(self) -> Iterator[Reason]:
         if on_host(self.offloading.device) != (self.offloading.tier == "disk"):
-            yield f"{self.offloading.device} cannot read a file. Set offload='host'"
+            yield Reason("the device cannot read a file", "Set offload='host'")
         if not self._meetings.alone:
-            yield "several processes train, and plans of ranks do not park them yet. Shard them with FSDP2"
+            yield Reason("several processes train, and plans of ranks do not park them yet", "Shard them with FSDP2")
         if loaded() is None:
-            yield "the native engine is not there. Install a C++ compiler"
+            yield Reason("the native engine is not there", "Install a C++ compiler")
         if compiled_modules(self.model):
-            yield "compiled code does not say when it reads them. Train without torch.compile"
+            yield Reason("compiled code does not say when it reads them", "Train without torch.compile")
 
     def _units(self) -> dict[str, dict[str, torch.Tensor]]:
         """Path of a module -> its frozen weights by name: of modules in lists (blocks), and of modules outside of them."""

@@ -75,7 +75,7 @@ def test_a_plan_file_of_schema_3_is_read(tmp_path: Path) -> None:
     assert [(life.form, life.parked_nbytes) for life in plan.lives if life.how == "fetch"] == [("host", 8), ("bools@disk", 1)]
     write_plan(tmp_path / "plan.json", plan, graph)
     text = (tmp_path / "plan.json").read_text()
-    assert '"schema": 8,' in text and '"budget_nbytes": 1000000,' in text
+    assert '"schema": 9,' in text and '"budget_nbytes": 1000000,' in text
     again, same = read_plan(tmp_path / "plan.json")
     assert again == plan and fingerprint(same) == fingerprint(graph)
 
@@ -159,7 +159,7 @@ def test_oversize(written: Path) -> None:
     ("path", "value", "words"),
     [
         ("format", "another", '"format" is \'another\', not "lightning_memopt.plan"'),
-        ("schema", 1, "file.schema is 1; this version knows schema 8 and 7 and 6 and 5 and 4 and 3 only"),
+        ("schema", 1, "file.schema is 1; this version knows schema 9 and 8 and 7 and 6 and 5 and 4 and 3 only"),
         ("schema", "1", "file.schema is '1'"),
         ("graph.schema", 7, "graph.schema is 7; this version knows schema 2 and 3 and 4 and 5 and 6 only"),
         ("plan", [], r"plan is \[\], not an object"),
