@@ -478,6 +478,7 @@ class Session:
     def _plan_for(self, state: Observing, graph: Graph) -> None:
         """A step of this state was observed. Its regions are compiled again, or it gets a plan after its last step."""
         cache, regions, limit = self._plan_cache, self._compiled, self._limit_nbytes
+        self._offloading.measures_after(graph)
         own = bool(graph.updates) and self._agreement.alone  # ranks update the same parameters early
         seconds = self._early.seconds(self.device) if self._early is not None and own else 0.0
         machine = machine_of(self.device, resident_tensors(self.model, self.optimizers, ()), seconds)
