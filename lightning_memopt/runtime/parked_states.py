@@ -234,8 +234,7 @@ class ParkedStates:
             for group in groups:
                 for chunk in chunks_of(group["params"], self._nbytes):
                     yield {**group, "params": chunk}
-                    lists = (value for value in step.f_locals.values() if type(value) is list)
-                    held = Counter(id(t) for value in lists for t in value)
+                    held = _held_by(step)
                     for p in filter(self.has, chunk):
                         self._park(p, held)
 
@@ -259,13 +258,15 @@ class ParkedStates:
 
     @uncompiled
     def _park(self, p: torch.Tensor, held: Mapping[int, int]) -> None:
-        """Park the state of a parameter. `held`: identity of a tensor -> how often a step holds it that will not read it."""
+        """Park the state of a parameter. `held`: identity of a tensor or dict -> how often a step holds it that will not read
+        it.
+        """
         with self._lock:
             states: dict[Any, Any] = self.optimizer.state
             if p not in states or not states[p]:  # no update has made it yet
                 return
             if type(states[p]) is not ParkedState:
-                if type(states[p]) is not dict or _references(states, p) > _ALONE[0]:
+                if type(states[p]) is not dict or _references(states, p) - held.get(id(states[p]), 0) > _ALONE[0]:
                     self._tell("its dicts are held elsewhere, and stay on the device")
                     return
                 states[p] = ParkedState(states[p], self._read)
@@ -394,6 +395,18 @@ def _with_plain_states(_: optim.Optimizer, checkpoint: dict[str, Any]) -> None:
     for key, state in states.items():
         if type(state) is ParkedState:
             states[key] = state.plain()
+
+
+def _held_by(step: FrameType) -> Counter[int]:
+    """Identity of a value -> how often the variables of this frame, and the lists in them, hold it."""
+    held: Counter[int] = Counter()
+    variables = step.f_locals
+    times = 2 if variables is step.f_locals else 1  # until Python 3.12 the frame keeps this dict, which holds them, too
+    for value in variables.values():
+        held[id(value)] += times
+        if type(value) is list:
+            held.update(map(id, value))
+    return held
 
 
 def _references(holder: dict[Any, Any], name: Any) -> int:

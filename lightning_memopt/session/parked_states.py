@@ -274,13 +274,18 @@ class StatesAtRest(Part):
         tier = self.offloading.tier
         device = self.offloading.device
         rates = None
+        known = {id(p) for p in self.model.parameters()}
         names = {id(p): name for name, p in self.model.named_parameters() if p.requires_grad and is_on(device, p.device)}
         rounded = kind_of(graph.device).allocated_nbytes
         found = []
         for optimizer in self.optimizers:
             groups = optimizer.param_groups
             ours = [(group, p) for group in groups for p in group["params"] if id(p) in names]
-            for group, p in ours if ours and self._may(optimizer) else ():
+            if any(parkable(optimizer, p) for p in parameters_of(optimizer) if id(p) not in known):
+                self._tell(Reason("some parameters are not in the model that was given", "Give a module that has all of them"))
+            if not ours or not self._may(optimizer):
+                continue
+            for group, p in ours:
                 sizes = parkable(optimizer, p)
                 if not optimizer.state.get(p):
                     sizes = [n for n in rehearse(optimizer, [(group, [p])], device, rounded).state if n >= LEAST_NBYTES]
@@ -308,11 +313,15 @@ class StatesAtRest(Part):
             reasons.append(Reason("the optimizer's step is compiled", "Step without torch.compile"))
         if not self._meetings.alone:
             reasons.append(Reason("several processes train, and plans of ranks do not park it yet", "Shard it with FSDP2 or ZeRO"))
-        for what, fix in reasons[:1]:
-            if what not in self._said:
-                self._said.add(what)
-                self._say(f"MemOpt: optimizer state is not parked: {what}. {fix}.")
+        for reason in reasons[:1]:
+            self._tell(reason)
         return not reasons
+
+    def _tell(self, reason: Reason) -> None:
+        """Say once why state is not parked."""
+        if reason.what not in self._said:
+            self._said.add(reason.what)
+            self._say(f"MemOpt: optimizer state is not parked: {reason.what}. {reason.fix}.")
 
     def _in_step(self, graph: Graph, states: Sequence[StateOf]) -> Graph:
         """The step of this graph with these states parked."""
