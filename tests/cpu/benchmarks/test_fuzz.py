@@ -332,6 +332,7 @@ def test_a_loop_that_fails_is_made_small() -> None:
 def _ran(*peaks: int, planned: int | None = None, between: int = 0) -> dict[str, Any]:
     """The results of runs of one step each; the later ones are planned for this many bytes."""
     always = {"began": 1 << 20, "promised": planned, "between": between, "dropped": 0}
+    always |= {"parked": 0, "parkable": 0, "away": 0}
     steps = [always | {"peak": peak, "predicted": planned if i else None} for i, peak in enumerate(peaks)]
     return {
         "status": "trained", "losses": [["0x1p0"]] * len(peaks), "steps": steps, "said": [], "output": [], "state": {},
