@@ -333,21 +333,23 @@ os.register_at_fork(before=_before_fork)
 
 
 def chunks_of(params: Sequence[torch.Tensor], parked: Mapping[int, int]) -> list[list[torch.Tensor]]:
-    """Parts of a group, in the order of their updates: first the parameters whose state stays, then the others, in chunks.
+    """Parts of a group, in the order of its parameters, so that state is made in the order of the plain run. A part has state
+    that is parked, a chunk of it, or state that stays; small parameters are in the part of those before them.
     `parked`: identity of a parameter whose state is parked -> bytes of that state.
     """
-    parts = [[p for p in params if id(p) not in parked]]
-    most, room = min(_CHUNK_NBYTES, sum(parked.values()) // _CHUNKS), 0
+    parts: list[list[torch.Tensor]] = [[]]
+    most = room = min(_CHUNK_NBYTES, sum(parked.values()) // _CHUNKS)
+    stays: bool | None = None
     for p in params:
-        if id(p) not in parked:
-            continue
-        nbytes = parked[id(p)]
-        if nbytes > room or len(parts) == 1:
-            parts.append([])
-            room = max(most, nbytes)
+        nbytes = parked.get(id(p), 0)
+        if nbytes or p.nbytes >= LEAST_NBYTES:
+            if nbytes > room or stays is bool(nbytes):
+                parts += [[]] if parts[-1] else []
+                room = max(most, nbytes)
+            stays = not nbytes
         parts[-1].append(p)
         room -= nbytes
-    return [part for part in parts if part] or [[]]
+    return parts
 
 
 def parkable(optimizer: optim.Optimizer, p: torch.Tensor) -> list[int]:

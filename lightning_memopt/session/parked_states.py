@@ -268,7 +268,9 @@ class StatesAtRest(Part):
         return largest[: best[1]], bound
 
     def _all(self, graph: Graph, timed: bool = True) -> list[StateOf]:
-        """All state that can be parked, as it is, or as the first update will make it. `timed`: with the seconds of copies."""
+        """All state that can be parked, as it is, or as the first update will make it. `timed`: with the seconds of copies, for
+        a step whose update has run: its graph has no state that is yet to be made.
+        """
         if not self.offloading.tier:
             return []
         tier = self.offloading.tier
@@ -277,7 +279,7 @@ class StatesAtRest(Part):
         known = {id(p) for p in self.model.parameters()}
         names = {id(p): name for name, p in self.model.named_parameters() if p.requires_grad and is_on(device, p.device)}
         rounded = kind_of(graph.device).allocated_nbytes
-        found = []
+        found: dict[str, StateOf] = {}
         for optimizer in self.optimizers:
             groups = optimizer.param_groups
             ours = [(group, p) for group in groups for p in group["params"] if id(p) in names]
@@ -287,6 +289,7 @@ class StatesAtRest(Part):
                 continue
             for group, p in ours:
                 sizes = parkable(optimizer, p)
+                is_there = not timed or bool(optimizer.state.get(p))
                 if not optimizer.state.get(p):
                     sizes = [n for n in rehearse(optimizer, [(group, [p])], device, rounded).state if n >= LEAST_NBYTES]
                 if not sizes:
@@ -296,8 +299,10 @@ class StatesAtRest(Part):
                     rates = rates or self.offloading.rates  # measured only where they are needed
                     seconds = sum(rates.out_seconds(tier, n) + rates.in_seconds(tier, n) for n in sizes)
                 parking = StateParking(parameter=names[id(p)], tier=tier, nbytes=sum(sizes), seconds=seconds)
-                found.append(StateOf(parking, tuple(map(rounded, sizes))))
-        return found
+                state = StateOf(parking, tuple(map(rounded, sizes)) if is_there else ())
+                other = found.get(parking.parameter)  # of another optimizer
+                found[parking.parameter] = state if other is None else other.and_of(state)
+        return list(found.values())
 
     def smallest(self, graph: Graph) -> Graph:
         """The step of this graph with all state parked that can be, as the first update will make it."""
@@ -312,7 +317,9 @@ class StatesAtRest(Part):
         if self._compiled:
             reasons.append(Reason("the optimizer's step is compiled", "Step without torch.compile"))
         if not self._meetings.alone:
-            reasons.append(Reason("several processes train, and plans of ranks do not park it yet", "Shard it with FSDP2 or ZeRO"))
+            reasons.append(
+                Reason("several processes train, and plans of ranks do not park it yet", "Shard it with FSDP2 or ZeRO")
+            )
         for reason in reasons[:1]:
             self._tell(reason)
         return not reasons
