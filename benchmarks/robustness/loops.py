@@ -47,7 +47,7 @@ _OFF = {
         "experts", "longer_and_longer", "neural_ode", "picture_lists", "recursive", "translation", "word_by_word",
     ),
     "steps that do more from some step on, which nobody foresees": (
-        "gru_teacher", "logs_now_and_then", "unrolled",
+        "gru_teacher", "logs_now_and_then", "state_in_hooks", "unrolled",
     ),
     "the history and the line search of LBFGS, which count as if they were full": ("physics", "waves"),
     "2 KiB of a batch that is drawn before the first forward": ("adversaries_in_one",),
@@ -126,7 +126,7 @@ def _plan(run: dict[str, Any]) -> str:
     if not run["planned_steps"]:
         return f"none: {why_no_plan(run)[:100]}" if "silent" not in run["faults"] else "**none, silent**"
     what = f"rebuilds {_kib(run['dropped'])}" if run["dropped"] else "keeps all"
-    what += f", parks {_kib(run['parked'])}" if run["parked"] else ""
+    what += f", parks {_kib(run['parked'])}" if run.get("parked") else ""
     steps, planned = run["steps"], run["planned_steps"]
     return what if 2 * planned > steps else f"{what}, in {planned} of {steps} steps"
 
