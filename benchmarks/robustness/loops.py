@@ -36,8 +36,6 @@ from benchmarks.robustness.worker import Done, Row, ask
 FILE = RESULTS / "loops.json"
 TIMEOUT_SECONDS = 3600.0
 """For all runs of a loop. A run that does not end is ended long before (loops_run.py)."""
-MOVING = {"offload": "disk", "optimizer_in_backward": "auto", "max_slowdown": 1e6}
-"""Options of a run in which everything moves that can."""
 _MOVING = "moving "
 """What a worker is told before the name of a script that runs so."""
 _WRONG = 0.01
@@ -68,7 +66,7 @@ def missing(name: str) -> str | None:
 
 def work() -> None:
     """Read names, answer each with a line of JSON."""
-    from benchmarks.robustness.loops_run import forked
+    from benchmarks.robustness.loops_run import MOVING, forked
 
     for line in sys.stdin:
         moving, name = line.startswith(_MOVING), line.removeprefix(_MOVING).strip()

@@ -154,7 +154,8 @@ def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, An
         faults.append("more between steps, silent")
     if not planned and not explained:
         faults.append("silent")
-    if row["parkable"] > row["away"] and not any(line.startswith(_NOT_PARKED) for line in ours["said"]):
+    due = row["parkable"] if budget == "min" else min(row["parkable"], planned[-1]["parked"] if planned else 0)
+    if due > row["away"] and not any(line.startswith(_NOT_PARKED) for line in ours["said"]):
         faults.append("state not parked, silent")
     return row
 

@@ -43,6 +43,8 @@ from lightning_memopt.session.judge.states import Running, State
 from lightning_memopt.session.parked_states import StatesAtRest
 from lightning_memopt.solvers import planner
 
+MOVING = {"offload": "disk", "optimizer_in_backward": "auto", "max_slowdown": 1e6}
+"""Options of a run in which everything moves that can."""
 TIMEOUT = 600
 _PREFIX = re.compile(r".*?(?=MemOpt: )")
 Budget = int | str | None
@@ -193,7 +195,11 @@ class Watching:
         self._watched, self._is_over = True, False
 
     def _step_ended(self) -> None:  # a step of GANs or of Lightning may have several, with a plan each
-        self._is_over, self._peak = True, max(self._peak, true_peak() or 0)
+        peak = true_peak() or 0
+        if self._watched or not self.steps:
+            self._is_over, self._peak = True, max(self._peak, peak)
+        else:  # a step that updates in hooks ends when the next one begins: that is not the next one's
+            self.steps[-1]["peak"] = max(self.steps[-1]["peak"] or 0, peak - self._base)
 
 
 @contextlib.contextmanager
