@@ -1,12 +1,16 @@
 """Training loops as people write them, plainly and within three budgets: exact, kept, never silent?
 
     python -m benchmarks loops [NAME...] [--json FILE] [--table FILE] [--jobs 2] [--list]
+    python -m benchmarks loops [NAME...] --moving
 
 Every script of `scripts` trains plainly, then within the plain run's true peak (100 %), within what is there between
 its steps and half of what a step has on top (half), and by the smallest plan (min). A refusal is counted, and the run repeated
 within the number that it names. Losses, parameters, buffers, averages, optimizer state and generators must be the plain run's
 bit by bit; every planned step's peak within the budget, by an allocator count that is not part of the package; and if no
 plan is in force, a line must say why. --json adds to what the file has of other scripts; --table writes the page from it.
+
+--moving: once, by the smallest plan, with a disk for activations and optimizer state, and updates in backward where they are
+exact. If optimizer state could be parked and is not, a line must say why.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import json
 import statistics
 import sys
 import threading
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +36,8 @@ from benchmarks.robustness.worker import Done, Row, ask
 FILE = RESULTS / "loops.json"
 TIMEOUT_SECONDS = 3600.0
 """For all runs of a loop. A run that does not end is ended long before (loops_run.py)."""
+_MOVING = "moving "
+"""What a worker is told before the name of a script that runs so."""
 _WRONG = 0.01
 _OFF = {
     "two runs whose steps overlap: each counts what the other one took without a plan": ("gan_two_blocks", "two_in_turns"),
@@ -38,7 +45,7 @@ _OFF = {
         "experts", "longer_and_longer", "neural_ode", "picture_lists", "recursive", "translation", "word_by_word",
     ),
     "steps that do more from some step on, which nobody foresees": (
-        "gru_teacher", "logs_now_and_then", "unrolled",
+        "gru_teacher", "logs_now_and_then", "state_in_hooks", "unrolled",
     ),
     "the history and the line search of LBFGS, which count as if they were full": ("physics", "waves"),
     "2 KiB of a batch that is drawn before the first forward": ("adversaries_in_one",),
@@ -59,25 +66,32 @@ def missing(name: str) -> str | None:
 
 def work() -> None:
     """Read names, answer each with a line of JSON."""
-    from benchmarks.robustness.loops_run import forked
+    from benchmarks.robustness.loops_run import MOVING, forked
 
     for line in sys.stdin:
-        script = LOOPS[line.strip()]
+        moving, name = line.startswith(_MOVING), line.removeprefix(_MOVING).strip()
+        script = LOOPS[name]
         for need in script.needs:
             importlib.import_module(need)  # once, not in every run
-        print(json.dumps(examine(partial(forked, script))), flush=True)
+        if moving:
+            script = replace(script, options={**script.options, **MOVING})
+        print(json.dumps(examine(partial(forked, script), BUDGETS[-1:] if moving else BUDGETS)), flush=True)
 
 
-def measure(names: list[str], jobs: int, done: Done) -> None:
+def measure(names: list[str], jobs: int, done: Done, moving: bool = False) -> None:
     """Run these scripts."""
     left = []
     for name in names:
         package = missing(name)
         if package is None:
-            left.append(name)
+            left.append(_MOVING * moving + name)
         else:
             done(name, {"status": f"not installed: {package}", "runs": {}})
-    ask("benchmarks.robustness.loops", left, jobs, lambda name, row: done(name, {"runs": {}} | row), TIMEOUT_SECONDS)
+
+    def answered(line: str, row: Row) -> None:
+        done(line.removeprefix(_MOVING), {"runs": {}} | row)
+
+    ask("benchmarks.robustness.loops", left, jobs, answered, TIMEOUT_SECONDS)
 
 
 # -- what is printed and written --------------------------------------------------------------------------
@@ -110,6 +124,7 @@ def _plan(run: dict[str, Any]) -> str:
     if not run["planned_steps"]:
         return f"none: {why_no_plan(run)[:100]}" if "silent" not in run["faults"] else "**none, silent**"
     what = f"rebuilds {_kib(run['dropped'])}" if run["dropped"] else "keeps all"
+    what += f", parks {_kib(run['parked'])}" if run.get("parked") else ""
     steps, planned = run["steps"], run["planned_steps"]
     return what if 2 * planned > steps else f"{what}, in {planned} of {steps} steps"
 
@@ -145,8 +160,7 @@ def line_of(name: str, row: Row) -> str:
     if not row["runs"]:
         return f"{name:24} {row['status']} {row.get('error', '')}"
     parts = []
-    for budget in BUDGETS:
-        run = row["runs"][budget]
+    for budget, run in row["runs"].items():
         parts.append(f"{budget}: {', '.join(run['faults']) or 'ok'} ({_plan(run)[:40]}, {run['refusals']} ref, {_solves(run)})")
     return f"{name:24} " + " | ".join(parts)
 
@@ -221,6 +235,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="where the results are written")
     parser.add_argument("--table", type=Path, help="where the page is written")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time, of one thread each")
+    parser.add_argument("--moving", action="store_true", help="park all that can be parked, by the smallest plan")
     parser.add_argument("--list", action="store_true", help="say what scripts there are")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -232,6 +247,8 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if unknown := [name for name in options.names if name not in LOOPS]:
         parser.error(f"no such script: {', '.join(unknown)}; --list says which there are")
+    if options.moving and options.table is not None:
+        parser.error("the page is of runs without --moving")
     rows: dict[str, Row] = {}
     if options.json is not None and options.names and options.json.exists():  # the other scripts' rows stay
         rows = json.loads(options.json.read_text())["loops"]
@@ -246,7 +263,7 @@ def main(arguments: list[str] | None = None) -> None:
             if options.json is not None:
                 options.json.write_text(json.dumps(results, indent=1) + "\n")
 
-    measure(options.names or list(LOOPS), options.jobs, done)
+    measure(options.names or list(LOOPS), options.jobs, done, options.moving)
     if options.table is not None:
         options.table.write_text(page(results))
     print(summary(results["loops"]))

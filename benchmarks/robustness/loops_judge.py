@@ -5,20 +5,34 @@ The budgets are those of the plain run: its true peak, and what is there between
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Outcome = dict[str, Any]
 Run = Callable[[int | str | None], Outcome]
 BUDGETS = ("100 %", "half", "min")
-_PROGRESS = tuple(f"MemOpt: {text}" for text in ("observing ", "solving for ", " ", "plan in force", "the step does not fit"))
-"""Lines that say what is being done, never why there is no plan."""
+_PROGRESS = tuple(
+    f"MemOpt: {text}"
+    for text in (
+        "observing ",
+        "solving for ",
+        " ",
+        "plan in force",
+        "the step does not fit",
+        "parameters are updated",
+        "no saved tensor is parked",
+        "optimizer state",
+    )
+)
+"""Lines that say what is being done, or what is not moved, never why there is no plan."""
 _NOTICED = ("was measured at", "left the plan")
 """Lines that say of a step that it was larger than planned, or another one."""
 _NOT_KEPT = ("the budget is not kept", "no smaller plan exists")
 """Lines that say that no plan keeps the budget, why, and what to do."""
 _BETWEEN = "between an update and the next forward"
 """Of a line that says that there was more between two steps than the budget: no plan changes that."""
+_NOT_PARKED = "MemOpt: optimizer state "
+"""Begins a line that says why optimizer state is not parked."""
 _SLIGHT, _SLIGHT_NBYTES = 0.02, 1 << 14
 """The smallest plan promises no budget; its prediction is right where a step takes no more than this share of it, or so many
 bytes, on top."""
@@ -51,8 +65,10 @@ def sizes(plain: Outcome) -> tuple[int, int] | None:
     return max(step["peak"] for step in plain["steps"]), max(step["began"] for step in plain["steps"])
 
 
-def examine(run: Run) -> dict[str, Any]:
-    """All runs of one script: the plain one, and one for each budget, repeated with the number that a refusal names."""
+def examine(run: Run, names: Sequence[str] = BUDGETS) -> dict[str, Any]:
+    """All runs of one script: the plain one, and one for each budget of `names`, repeated with the number that a refusal
+    names.
+    """
     plain = run(None)
     if plain["status"] != "trained":
         return {"status": "does not train plainly", "error": plain["error"], "traceback": plain.get("traceback"), "runs": {}}
@@ -61,7 +77,7 @@ def examine(run: Run) -> dict[str, Any]:
         return {"status": "not counted", "error": "no compiler: nothing counts the allocator's bytes", "runs": {}}
     peak, resident = counted
     budgets: dict[str, int | str] = {"100 %": peak, "half": resident + (peak - resident) // 2, "min": "min"}
-    runs = {name: within(run, plain, budget) for name, budget in budgets.items()}
+    runs = {name: within(run, plain, budgets[name]) for name in names}
     return {
         "status": "ok" if all(not found["faults"] for found in runs.values()) else "faulty",
         "peak": peak,
@@ -104,6 +120,9 @@ def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, An
         "different": unequal[:8],
         "planned_steps": len(planned),
         "dropped": max((step["dropped"] for step in planned), default=0),
+        "parked": max((step["parked"] for step in planned), default=0),
+        "away": planned[-1]["away"] if planned else 0,
+        "parkable": planned[-1]["parkable"] if planned else 0,
         "predicted": max((step["predicted"] for step in planned), default=None),
         "measured": max((step["peak"] for step in planned), default=None),
         "measured_by_session": ours["measured_by_session"],
@@ -135,6 +154,9 @@ def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, An
         faults.append("more between steps, silent")
     if not planned and not explained:
         faults.append("silent")
+    due = row["parkable"] if budget == "min" else min(row["parkable"], planned[-1]["parked"] if planned else 0)
+    if due > row["away"] and not any(line.startswith(_NOT_PARKED) for line in ours["said"]):
+        faults.append("state not parked, silent")
     return row
 
 

@@ -21,11 +21,17 @@ class StateOf:
     """The optimizer state of one parameter.
 
     parking: what is parked of it, and what that costs.
-    sizes: bytes of each tensor that is parked, as the device's allocator gives them.
+    sizes: bytes of each tensor of the graph that is parked, as the device's allocator gives them.
     """
 
     parking: StateParking
     sizes: tuple[int, ...]
+
+    def and_of(self, other: StateOf) -> StateOf:
+        """This state and that which another optimizer has of the same parameter."""
+        one, two = self.parking, other.parking
+        parking = replace(one, nbytes=one.nbytes + two.nbytes, seconds=one.seconds + two.seconds)
+        return StateOf(parking, self.sizes + other.sizes)
 
 
 @dataclass(frozen=True)

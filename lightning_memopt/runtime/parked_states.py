@@ -234,8 +234,7 @@ class ParkedStates:
             for group in groups:
                 for chunk in chunks_of(group["params"], self._nbytes):
                     yield {**group, "params": chunk}
-                    lists = (value for value in step.f_locals.values() if type(value) is list)
-                    held = Counter(id(t) for value in lists for t in value)
+                    held = _held_by(step)
                     for p in filter(self.has, chunk):
                         self._park(p, held)
 
@@ -259,13 +258,15 @@ class ParkedStates:
 
     @uncompiled
     def _park(self, p: torch.Tensor, held: Mapping[int, int]) -> None:
-        """Park the state of a parameter. `held`: identity of a tensor -> how often a step holds it that will not read it."""
+        """Park the state of a parameter. `held`: identity of a tensor or dict -> how often a step holds it that will not read
+        it.
+        """
         with self._lock:
             states: dict[Any, Any] = self.optimizer.state
             if p not in states or not states[p]:  # no update has made it yet
                 return
             if type(states[p]) is not ParkedState:
-                if type(states[p]) is not dict or _references(states, p) > _ALONE[0]:
+                if type(states[p]) is not dict or _references(states, p) - held.get(id(states[p]), 0) > _ALONE[0]:
                     self._tell("its dicts are held elsewhere, and stay on the device")
                     return
                 states[p] = ParkedState(states[p], self._read)
@@ -332,21 +333,23 @@ os.register_at_fork(before=_before_fork)
 
 
 def chunks_of(params: Sequence[torch.Tensor], parked: Mapping[int, int]) -> list[list[torch.Tensor]]:
-    """Parts of a group, in the order of their updates: first the parameters whose state stays, then the others, in chunks.
+    """Parts of a group, in the order of its parameters, so that state is made in the order of the plain run. A part has state
+    that is parked, a chunk of it, or state that stays; small parameters are in the part of those before them.
     `parked`: identity of a parameter whose state is parked -> bytes of that state.
     """
-    parts = [[p for p in params if id(p) not in parked]]
-    most, room = min(_CHUNK_NBYTES, sum(parked.values()) // _CHUNKS), 0
+    parts: list[list[torch.Tensor]] = [[]]
+    most = room = min(_CHUNK_NBYTES, sum(parked.values()) // _CHUNKS)
+    stays: bool | None = None
     for p in params:
-        if id(p) not in parked:
-            continue
-        nbytes = parked[id(p)]
-        if nbytes > room or len(parts) == 1:
-            parts.append([])
-            room = max(most, nbytes)
+        nbytes = parked.get(id(p), 0)
+        if nbytes or p.nbytes >= LEAST_NBYTES:
+            if nbytes > room or stays is bool(nbytes):
+                parts += [[]] if parts[-1] else []
+                room = max(most, nbytes)
+            stays = not nbytes
         parts[-1].append(p)
         room -= nbytes
-    return [part for part in parts if part] or [[]]
+    return parts
 
 
 def parkable(optimizer: optim.Optimizer, p: torch.Tensor) -> list[int]:
@@ -394,6 +397,18 @@ def _with_plain_states(_: optim.Optimizer, checkpoint: dict[str, Any]) -> None:
     for key, state in states.items():
         if type(state) is ParkedState:
             states[key] = state.plain()
+
+
+def _held_by(step: FrameType) -> Counter[int]:
+    """Identity of a value -> how often the variables of this frame, and the lists in them, hold it."""
+    held: Counter[int] = Counter()
+    variables = step.f_locals
+    times = 2 if variables is step.f_locals else 1  # until Python 3.12 the frame keeps this dict, which holds them, too
+    for value in variables.values():
+        held[id(value)] += times
+        if type(value) is list:
+            held.update(map(id, value))
+    return held
 
 
 def _references(holder: dict[Any, Any], name: Any) -> int:

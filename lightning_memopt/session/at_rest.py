@@ -175,6 +175,7 @@ class AtRest(Part):
         """Solve for the step of this graph, and park what rests where that is better (see the module). `say` tells the user a
         line. Raises InfeasibleError as `solve` does.
         """
+        self._offloading.measures_after(graph)
         rests = Rests(tuple(self.states.found(graph)), tuple(self.weights.found(graph)))
         if not rests:
             return solve(graph, say)

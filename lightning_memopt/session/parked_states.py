@@ -133,20 +133,28 @@ class StatesAtRest(Part):
     # -- the plan ----------------------------------------------------------------------------------
 
     def found(self, graph: Graph, timed: bool = True) -> list[StateOf]:
-        """All state that can be parked, as it is, or as the first update will make it. `timed`: with the seconds of copies."""
+        """All state that can be parked, as it is, or as the first update will make it. `timed`: with the seconds of copies, for
+        a step whose update has run: its graph has no state that is yet to be made.
+        """
         if not self.offloading.tier:
             return []
         tier = self.offloading.tier
         device = self.offloading.device
         rates = None
+        known = {id(p) for p in self.model.parameters()}
         names = {id(p): name for name, p in self.model.named_parameters() if p.requires_grad and is_on(device, p.device)}
         rounded = kind_of(graph.device).allocated_nbytes
-        found = []
+        found: dict[str, StateOf] = {}
         for optimizer in self.optimizers:
             groups = optimizer.param_groups
             ours = [(group, p) for group in groups for p in group["params"] if id(p) in names]
-            for group, p in ours if ours and self._may(optimizer) else ():
+            if any(parkable(optimizer, p) for p in parameters_of(optimizer) if id(p) not in known):
+                self._tell(Reason("some parameters are not in the model that was given", "Give a module that has all of them"))
+            if not ours or not self._may(optimizer):
+                continue
+            for group, p in ours:
                 sizes = parkable(optimizer, p)
+                is_there = not timed or bool(optimizer.state.get(p))
                 if not optimizer.state.get(p):
                     sizes = [n for n in rehearse(optimizer, [(group, [p])], device, rounded).state if n >= LEAST_NBYTES]
                 if not sizes:
@@ -156,8 +164,10 @@ class StatesAtRest(Part):
                     rates = rates or self.offloading.rates  # measured only where they are needed
                     seconds = sum(rates.out_seconds(tier, n) + rates.in_seconds(tier, n) for n in sizes)
                 parking = StateParking(parameter=names[id(p)], tier=tier, nbytes=sum(sizes), seconds=seconds)
-                found.append(StateOf(parking, tuple(map(rounded, sizes))))
-        return found
+                state = StateOf(parking, tuple(map(rounded, sizes)) if is_there else ())
+                other = found.get(parking.parameter)  # of another optimizer
+                found[parking.parameter] = state if other is None else other.and_of(state)
+        return list(found.values())
 
     def _may(self, optimizer: optim.Optimizer) -> bool:
         """Whether state of this optimizer can be parked."""
@@ -170,11 +180,15 @@ class StatesAtRest(Part):
             reasons.append(
                 Reason("several processes train, and plans of ranks do not park it yet", "Shard it with FSDP2 or ZeRO")
             )
-        for what, fix in reasons[:1]:
-            if what not in self._said:
-                self._said.add(what)
-                self._say(f"MemOpt: optimizer state is not parked: {what}. {fix}.")
+        for reason in reasons[:1]:
+            self._tell(reason)
         return not reasons
+
+    def _tell(self, reason: Reason) -> None:
+        """Say once why state is not parked."""
+        if reason.what not in self._said:
+            self._said.add(reason.what)
+            self._say(f"MemOpt: optimizer state is not parked: {reason.what}. {reason.fix}.")
 
     def in_step(self, graph: Graph, states: Sequence[StateOf]) -> Graph:
         """The step of this graph with these states parked."""

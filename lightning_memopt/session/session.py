@@ -474,7 +474,7 @@ class Session:
         if state.for_early:
             state.early_observed(graph)
             return
-        self._plan_for(state, self.foresight.complete(graph, self.device, early=self._early is not None))
+        self._plan_for(state, self.foresight.complete(graph, self.device, early=bool(graph.updates)))
 
     def _plan_for(self, state: Observing, graph: Graph) -> None:
         """A step of this state was observed. Its regions are compiled again, or it gets a plan after its last step."""

@@ -20,8 +20,8 @@ from lightning_memopt.plan.rates import Coding, Link, MachineRates
 
 SMALL_NBYTES = 256 << 10
 MOST_ROUNDS = 5
-_TIMES_SMALL = 32
-"""Maximum size of the large copy (8 MiB) as a multiple of the small one."""
+_LEAST_TIMES_SMALL, _TIMES_SMALL = 8, 32
+"""The large copy as a multiple of the small one: in a small tier, and at most (8 MiB)."""
 _CODED = (16, 64, 16, 16)
 """Shape of the tensor on which codecs are measured."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.bool)
@@ -100,7 +100,7 @@ def seconds_of(action: Callable[[], object], device: torch.device, clock: Callab
 
 def _link(tier: _Tier, device: torch.device, share: float, clock: Callable[[], float]) -> Link:
     deadline = clock() + share
-    small = max(1, min(SMALL_NBYTES, tier.capacity_nbytes))
+    small = max(1, min(SMALL_NBYTES, tier.capacity_nbytes // _LEAST_TIMES_SMALL))
     first = sum(_round_trip(tier, small, device, clock))  # a warm-up, whose time limits the size of the large copy
     times = min(max(2, int(share / (8 * max(first, 1e-9)))), _TIMES_SMALL)
     large = max(small, min(small * times, tier.capacity_nbytes))

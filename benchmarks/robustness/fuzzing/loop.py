@@ -29,21 +29,31 @@ FEATURES = {
     "held": "the loop holds the outputs of a step until the next backward begins",
     "autocast": "bfloat16",
     "head": "a loss head of many classes, which runs in tiles where the budget needs it",
+    "parked": "activations and optimizer state go to a disk, where the budget needs it",
+    "marked": "the same, and the loop marks its last backward, for updates in it",
+    "restored": "the same, and every n-th step a checkpoint is made after the update, from which the loop goes on",
+    "state read": "the same, and every n-th step the loop reads the state of the optimizer",
 }
 _RARE = 0.15
 """The chance of each feature. A loop has two of them on average."""
-_EXCLUSIVE = (("method", "parts"), ("hooks", "accumulate"), ("hooks", "clip"))
-"""Of these the second one is left out: a loop calls in one way, and after a hook no gradient is left to add to or to clip."""
-_OWN = "head"
-"""A feature with a generator of its own: without it, a seed is the loop that it was before."""
+_EXCLUSIVE = (("method", "parts"), ("hooks", "accumulate"), ("hooks", "clip"), ("hooks", "marked"))
+"""Of these the second one is left out: a loop calls in one way, and after a hook no gradient is left to add to, to clip or to
+update with.
+"""
+_OWN = ("head", "parked")
+"""Features with generators of their own: without them, a seed is the loop that it was before."""
+_WITH_PARKED = ("marked", "restored", "state read")
+"""Features of loops whose state is parked."""
 SHARES = (0.0, 0.3, 0.5, 0.8, 1.0)
+_SHARES_PARKED = (0.0, -0.5, -0.2, 0.0, 0.2)
 
 
 @dataclass(frozen=True)
 class Loop:
     """See the module. `features`: see `FEATURES`; `every`: the n of those that come every n-th step.
 
-    share: the budget, as a share of what a plain step takes above what is there between steps; 0 is the smallest plan.
+    share: the budget, as a share of what a plain step takes above what is there between steps; 0 is the smallest plan. Below 0,
+        this share of the optimizer state is taken from what is there between steps.
     observed: steps that are observed before there is a plan.
     """
 
@@ -82,8 +92,11 @@ def draw_loop(seed: int) -> Loop:
     rng = random.Random(seed)
     names = [name for name in OPS if name != "routed"]  # its sizes follow the data: nobody knows what the next batch takes
     nodes = tuple(Node(rng.choice(names), near(rng), near(rng), rng.randrange(8)) for _ in range(rng.randrange(4, 15)))
-    features = [name for name in FEATURES if name != _OWN and rng.random() < _RARE]
-    features += [_OWN] if random.Random(f"{_OWN} {seed}").random() < _RARE else []
+    features = [name for name in FEATURES if name not in (*_OWN, *_WITH_PARKED) and rng.random() < _RARE]
+    features += [name for name in _OWN if random.Random(f"{name} {seed}").random() < _RARE]
+    own = random.Random(f"of {_OWN[-1]} {seed}")
+    parked = "parked" in features
+    features += [name for name in _WITH_PARKED if parked and own.random() < 2 * _RARE]
     for one, other in _EXCLUSIVE:
         if one in features and other in features:
             features.remove(other)
@@ -96,6 +109,6 @@ def draw_loop(seed: int) -> Loop:
         steps=max(12, 4 * every + 2),
         rows=rng.choice((64, 128, 256)),
         optimizer=rng.choice(OPTIMIZERS),
-        share=rng.choice(SHARES),
+        share=(rng.choice(SHARES), own.choice(_SHARES_PARKED))[parked],
         observed=rng.choice((1, 2, 3, 3)),
     )

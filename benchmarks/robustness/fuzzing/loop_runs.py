@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable
@@ -19,9 +20,13 @@ from benchmarks.robustness.fuzzing.ops import OPS, WIDTH, Parts
 from benchmarks.robustness.fuzzing.programs import evaluating
 from benchmarks.robustness.fuzzing.runs import Finding, optimizer_of
 from benchmarks.robustness.loops_judge import Outcome, sizes, within
-from benchmarks.robustness.loops_run import forked
+from benchmarks.robustness.loops_run import MOVING, forked
 from benchmarks.robustness.scripts import Log, Script, Watch
+from lightning_memopt.runtime import parked_states as parked
+from lightning_memopt.session import parked_states as session_parked
 
+_LEAST_NBYTES = 512
+"""Layers are so small that their optimizer state would not be parked otherwise."""
 CLASSES = 2048
 """Classes of a loss head."""
 LOSSES: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
@@ -87,6 +92,8 @@ def train(loop: Loop, watch: Watch, log: Log, steps: int) -> dict[str, Any]:
     """The loop as a script of `benchmarks loops`."""
     torch.manual_seed(loop.seed)
     has = loop.features.__contains__
+    for module in (parked, session_parked) if has("parked") else ():
+        module.LEAST_NBYTES = _LEAST_NBYTES
     model = Network(loop.nodes, has("head"))
     loss_of = LOSSES[loop.seed % len(LOSSES)] if has("head") else F.mse_loss
     teacher = copy.deepcopy(model).eval().requires_grad_(False) if has("teacher") else None
@@ -100,7 +107,7 @@ def train(loop: Loop, watch: Watch, log: Log, steps: int) -> dict[str, Any]:
     optimizers = _optimizers(loop, model)
     source = torch.Generator().manual_seed(loop.seed)
     outputs: list[tuple[Tensor, Tensor]] = []
-    with watch(model, optimizers[0] if len(optimizers) == 1 else optimizers):
+    with watch(model, optimizers[0] if len(optimizers) == 1 else optimizers) as run:
         for step in range(steps):
             more.due = (step + 1) % loop.every == 0
             for part in range(2 if has("accumulate") else 1):
@@ -113,8 +120,12 @@ def train(loop: Loop, watch: Watch, log: Log, steps: int) -> dict[str, Any]:
                 if has("zero first") and part == 0:
                     model.zero_grad()
                 before.clear()
-                loss.backward()
-            gradients = {name: digest(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+                is_marked = has("marked") and run is not None and part == has("accumulate")
+                with run.last_backward() if is_marked else contextlib.nullcontext():
+                    loss.backward()
+            grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not has("marked")}
+            gradients = digest(grads)
+            grads.clear()
             if has("clip"):
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             if has("update now and then"):
@@ -123,7 +134,10 @@ def train(loop: Loop, watch: Watch, log: Log, steps: int) -> dict[str, Any]:
                 optimizers[0].step()
                 if not has("zero first"):
                     optimizers[0].zero_grad()
-            log(loss, gradients)
+            log(loss, gradients, _state_read(optimizers) if has("state read") and more.due else None)
+            if has("restored") and more.due:
+                for optimizer in optimizers:
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             _after(loop, model, average, kept, more.due)
     return {"model": model, "average": average, "kept": kept, "optimizers": optimizers}
 
@@ -140,6 +154,10 @@ def _optimizers(loop: Loop, model: Network) -> list[torch.optim.Optimizer]:
     for p in of:
         p.register_post_accumulate_grad_hook(steps)
     return list(of.values())
+
+
+def _state_read(optimizers: list[torch.optim.Optimizer]) -> Any:
+    return digest([state for optimizer in optimizers for state in optimizer.state.values()])
 
 
 def _outputs(loop: Loop, model: Network, teacher: Network | None, batches: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -188,7 +206,8 @@ def judge_loop(loop: Loop) -> Finding | None:
     if counted is None:
         return None
     peak, resident = counted
-    row = within(partial(_run, loop), plain, resident + int(loop.share * (peak - resident)) if loop.share else "min")
+    budget = resident + int(loop.share * (peak - resident if loop.share > 0 else _state_nbytes(loop)))
+    row = within(partial(_run, loop), plain, budget if loop.share else "min")
     faults = row["faults"]
     if "forwards" in loop.features:
         # Near a budget, the step of the last of several forwards counts what only recorders of the others hold, and a refusal
@@ -201,6 +220,14 @@ def judge_loop(loop: Loop) -> Finding | None:
     return _named(loop, peak, row["budgets"][1:])
 
 
+def _state_nbytes(loop: Loop) -> int:
+    """Bytes of the optimizer state of this loop."""
+    model = Network(loop.nodes, "head" in loop.features)
+    model(torch.ones(loop.rows, WIDTH)).sum().backward()
+    copies = {"sgd": 0, "momentum": 1}.get(loop.optimizer, 2)
+    return copies * sum(p.nbytes for p in model.parameters() if p.grad is not None)
+
+
 _TOLD = ("budgets", "error", "traceback", "different", "over", "steps_over", "peaks", "said")
 
 
@@ -208,6 +235,8 @@ def _run(loop: Loop, budget: int | str | None) -> Outcome:
     options: dict[str, Any] = {"profile_steps": loop.observed}
     if "head" in loop.features:
         options["tile"] = "exact"
+    if "parked" in loop.features:
+        options |= MOVING
     return forked(Script("fuzzed", "", partial(train, loop), steps=loop.steps, options=options), budget)
 
 

@@ -23,6 +23,7 @@ from benchmarks.robustness.scripts import (
     odd,
     recurrent,
     sequences,
+    states,
     teachers,
     trainers,
     varying,
@@ -34,7 +35,7 @@ __all__ = ["LOOPS", "Log", "Script", "Watch"]
 
 _FAMILIES = (
     vision, adversarial, recurrent, language, graphs, control, methods, functions, teachers, indexing, varying, inner, calls,
-    sequences, odd, trainers, frameworks, no_trainer,
+    sequences, odd, trainers, frameworks, no_trainer, states,
 )  # fmt: skip
 
 LOOPS: dict[str, Script] = {script.name: script for family in _FAMILIES for script in scripts(family)}

@@ -105,9 +105,12 @@ def fit(
     watch: Watch, log: Log, model: nn.Module, optimizer: Any, data: Iterable[Any], loss_of: Callable[[Any], Tensor]
 ) -> dict[str, Any]:
     """The plainest loop: a loss of each batch, and an update."""
-    with watch(model, optimizer):
+    with watch(model, optimizer) as run:
         for batch in data:
             loss = loss_of(batch)
-            update(optimizer, loss)
+            optimizer.zero_grad()
+            with contextlib.nullcontext() if run is None else run.last_backward():
+                loss.backward()
+            optimizer.step()
             log(loss.item())
     return {"model": model, "optimizer": optimizer}

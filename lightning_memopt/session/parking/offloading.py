@@ -13,7 +13,7 @@ import torch
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import ConfigError
-from lightning_memopt.graph import BEFORE, Graph
+from lightning_memopt.graph import BEFORE, Graph, unmodified_levels
 from lightning_memopt.plan import Plan
 from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.runtime.codecs import NAMES, codec
@@ -31,7 +31,9 @@ from lightning_memopt.trace.link import measure
 
 LOSSY = "block8"
 """The codec that compress="lossy" stands for."""
-_PROBE_NBYTES = 32 << 20
+_PROBE_NBYTES = 8 << 20
+_LEAST_PROBE_NBYTES = 1 << 14
+"""Copies of fewer bytes tell nothing of the rates."""
 
 
 class Offloading(Part):
@@ -40,10 +42,12 @@ class Offloading(Part):
     tier: the name of the tier; "" without offload.
     codec: the name of the codec that the config asks for; "" without one.
     depots: the depots of the plans in force.
+    room_nbytes: the bytes that measuring copies may take on the device; None: as many as it likes.
     """
 
     def __init__(self, device: torch.device, config: MemOptConfig) -> None:
         self.config = config
+        self.room_nbytes: int | None = None
         self._on(device)
 
     def moved(self, device: torch.device) -> None:
@@ -87,9 +91,16 @@ class Offloading(Part):
         rates: MachineRates | None = vars(self).get("rates")
         return rates
 
+    def measures_after(self, graph: Graph) -> None:
+        """Copies are measured at the end of this step, if at all, and take no more than the step itself."""
+        levels = unmodified_levels(graph)
+        self.room_nbytes = max(levels, default=0) - levels[-1] if levels else None
+
     def _measured(self) -> MachineRates:
         used = {"bools", "positive", self.codec, self._gated} & set(NAMES) if self.config.compress != "none" else set()
-        tiers = [self.depots.tier(self.tier, _PROBE_NBYTES)] if self.tier else []
+        most = _PROBE_NBYTES if self.room_nbytes is None else self.room_nbytes // 2  # a copy has a source and a target
+        probe_nbytes = min(_PROBE_NBYTES, max(_LEAST_PROBE_NBYTES, most))
+        tiers = [self.depots.tier(self.tier, probe_nbytes)] if self.tier else []
         try:
             codecs = [codec(name) for name in sorted(used)]
             return costs.in_own_thread(lambda: measure(tiers, self.device, codecs), self.device)

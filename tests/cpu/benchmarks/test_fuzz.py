@@ -322,6 +322,15 @@ def test_every_feature_is_drawn() -> None:
     assert drawn >= {*FEATURES, "scratch", "emptied", "iterated", "resized"}
 
 
+def test_loops_park_optimizer_state() -> None:
+    """And are the plain ones, to the bit, though they go on from checkpoints and read it."""
+    loop = dataclasses.replace(LOOP, optimizer="adam", features=("parked", "restored", "state read"), every=2)
+    plain, ours = loop_runs._run(loop, None), loop_runs._run(loop, "min")
+    read, unread = ours["steps"][-1], ours["steps"][-2]
+    assert unread["away"] == unread["parkable"] == read["parkable"] > read["away"] == 0
+    assert plain["losses"] == ours["losses"] and plain["state"] == ours["state"]
+
+
 def test_a_loop_that_fails_is_made_small() -> None:
     """One feature and one node are left of a loop that fails because of them."""
     loop = dataclasses.replace(LOOP, features=("teacher", "hooks", "held"), share=0.3, every=3)
@@ -332,6 +341,7 @@ def test_a_loop_that_fails_is_made_small() -> None:
 def _ran(*peaks: int, planned: int | None = None, between: int = 0) -> dict[str, Any]:
     """The results of runs of one step each; the later ones are planned for this many bytes."""
     always = {"began": 1 << 20, "promised": planned, "between": between, "dropped": 0}
+    always |= {"parked": 0, "parkable": 0, "away": 0}
     steps = [always | {"peak": peak, "predicted": planned if i else None} for i, peak in enumerate(peaks)]
     return {
         "status": "trained", "losses": [["0x1p0"]] * len(peaks), "steps": steps, "said": [], "output": [], "state": {},

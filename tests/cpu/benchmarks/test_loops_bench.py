@@ -21,6 +21,8 @@ from benchmarks.robustness.scripts import LOOPS
 ROOT = Path(loops.__file__).parents[2]
 counts = pytest.mark.skipif(loops_count.built() is None, reason="needs a compiler")
 QUICK = ("lora", "dqn")
+STATE = {"parked": 0, "parkable": 0, "away": 0}
+"""Of a step in which no optimizer state could be parked."""
 
 
 def _output(*arguments: str) -> str:
@@ -76,6 +78,7 @@ def test_faults_are_found_in_real_runs() -> None:
 
 def _outcome(**changes: Any) -> dict[str, Any]:
     step = {"began": 100, "peak": 300, "predicted": 290, "promised": 290, "between": 190, "dropped": 50}
+    step |= STATE
     outcome = {
         "status": "trained", "losses": [["0x1p0"], ["0x1p1"]], "steps": [step, dict(step)], "said": [], "output": [],
         "state": {"model": {"weight": "a", "bias": "b"}}, "generators": {"torch": "c", "numpy": "d"}, "solves": 1,
@@ -101,6 +104,18 @@ def test_the_judge() -> None:
     crash = _outcome(status="crashed", error="E", traceback="T")
     assert judge(plain, crash, [300])["faults"] == ["crashed"]
     assert judge(plain, _outcome(status="refused", error="E"), [300])["faults"] == ["refused at last"]
+
+
+def test_the_judge_of_optimizer_state() -> None:
+    """What could be parked is away when the step is over, or a line says why it is not."""
+    plain, step = _outcome(), _outcome()["steps"][0]
+    away = step | {"parked": 60, "parkable": 60, "away": 60}
+    assert judge(plain, _outcome(steps=[step, away]), ["min"])["faults"] == []
+    here = [step, away | {"away": 20}]
+    assert judge(plain, _outcome(steps=here), ["min"])["faults"] == ["state not parked, silent"]
+    assert judge(plain, _outcome(steps=here, said=["MemOpt: optimizer state is not parked: LBFGS"]), ["min"])["faults"] == []
+    said = ["MemOpt: parked between updates: the optimizer state of 1 parameter"]
+    assert judge(plain, _outcome(steps=here, said=said), ["min"])["faults"] == ["state not parked, silent"]
 
 
 def test_the_judge_of_what_comes_between_steps() -> None:
@@ -131,7 +146,7 @@ def test_the_judge_of_steps_that_change() -> None:
     why = ["MemOpt: the budget is not kept: no plan of this step fits 300 bytes. The smallest one is in force."]
     assert faults([step, large, large], why) == [], "a line says why, and what to do"
 
-    rest = {"began": 100, "between": 190, "dropped": 50}
+    rest = {"began": 100, "between": 190, "dropped": 50} | STATE
 
     def smallest(steps: list[dict[str, Any]]) -> list[str]:
         return judge(plain, _outcome(losses=plain["losses"], steps=steps), ["min"])["faults"]

@@ -250,3 +250,21 @@ def test_options_that_are_refused() -> None:
             pass
     with optimize(model, halves, budget="min", verbose=False):  # nothing of the refused run is left
         pass
+
+
+def test_where_nothing_is_updated_early_plans_are_the_usual_ones() -> None:
+    """The loop marks no backward. It frees gradients before each backward, and they are not planned for any longer."""
+
+    def peak(mode: str) -> int:
+        model = made(Body)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        with optimize(model, optimizer, budget="min", optimizer_in_backward=mode, verbose=False) as run:
+            for x in WIDE:
+                loss = squares(model, x)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            assert run.plan is not None
+            return run.plan.predicted.needed_nbytes
+
+    assert peak("auto") == peak("never")

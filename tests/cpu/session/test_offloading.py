@@ -31,6 +31,7 @@ from lightning_memopt.session.cache.solves import Solves
 from lightning_memopt.session.judge.states import Running
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.solve.solving import frontier_of
+from lightning_memopt.trace import link
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import QUIET, assert_same, batches, counted_nbytes, loss_of, sgd, small, state, train
 from tests.cpu.lib.observed_graph import graph_of
@@ -126,6 +127,28 @@ def test_below_what_recomputation_can_do(smallest: int) -> None:
     assert "fetch from disk" in tensors(run.plan, main.program.graph)
     text = parked_text(run.plan, run.session.transfers())  # as Lightning shows it: the session is over
     assert "not measured" not in text and moved == main.depot.moved_nbytes // 4
+
+
+def test_copies_that_are_measured_take_no_more_than_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come after its update, where a budget is in force already."""
+
+    class Measured(Known):
+        def of_transfers(self, measure: Any) -> MachineRates:
+            return measure()  # type: ignore[no-any-return]
+
+    given(monkeypatch, Measured())
+    taken: list[int] = []
+    ones, zeros = torch.ones, torch.zeros
+
+    def counted(make: Any) -> Any:
+        return lambda *args, **options: (made := make(*args, **options), taken.append(made.nbytes))[0]
+
+    monkeypatch.setattr(link.torch, "ones", counted(ones))
+    monkeypatch.setattr(link.torch, "zeros", counted(zeros))
+    run, _, _ = trained(wide(), budget="min", offload="disk", max_slowdown=math.inf)
+    assert run.plan is not None and len(taken) >= 6
+    most = max(a + b for a, b in zip(taken[::2], taken[1::2], strict=True))
+    assert 1 << 16 < most < run.plan.unmodified_peak_nbytes
 
 
 def test_on_a_gpu_too_the_smallest_plan_parks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,70 @@
+"""Parked optimizer state in loops that do more with optimizers than to step one."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from lightning_memopt import optimize
+from tests.cpu.lib.said import listening
+from tests.cpu.lib.times import Known, given
+from tests.cpu.parking.test_states import away, net
+
+
+@pytest.fixture(autouse=True)
+def known_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, Known())
+
+
+def test_state_of_parameters_outside_of_the_model_stays_which_a_line_says() -> None:
+    model, other = net(), nn.Linear(128, 128)
+    optimizer = optim.AdamW([*model.parameters(), *other.parameters()], lr=1e-3)
+    with listening() as said, optimize(model, optimizer, budget="min", offload="disk", max_slowdown=1e6) as run:
+        for _ in range(5):
+            optimizer.zero_grad()
+            other(model(torch.randn(512, 128))).square().mean().backward()
+            optimizer.step()
+        assert run.plan is not None and len(run.plan.states) == 4
+        assert away(optimizer) == 8 and optimizer.state[other.weight]["exp_avg"].untyped_storage().nbytes()
+        text = said.taken()
+    assert text.count("optimizer state is not parked: some parameters are not in the model that was given") == 1
+
+
+def test_state_that_an_optimizer_makes_later_is_not_taken_from_the_step() -> None:
+    """Two optimizers have the same parameters, and only one has stepped. What is predicted of its steps is what they take."""
+    model = net()
+    adam, sgd = optim.Adam(model.parameters(), lr=1e-3), optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    with optimize(model, [adam, sgd], budget="min", offload="disk", max_slowdown=1e6) as run:
+        for i in range(10):
+            optimizer = adam if i < 6 else sgd
+            optimizer.zero_grad()
+            model(torch.randn(128, 128)).square().mean().backward()
+            optimizer.step()
+            if i == 5:
+                status = run.status()
+        assert away(adam) == 8 and away(sgd) == 4
+    assert status.plan is not None and len(status.plan.states) == 4
+    assert status.measured_peak_nbytes <= status.plan.predicted_peak_nbytes
+
+
+def test_state_is_made_in_the_order_of_the_plain_run() -> None:
+    """After it was forgotten in the middle of training: a checkpoint has the same order."""
+
+    def order(budget: Any) -> list[int]:
+        model = net()
+        optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+        options = dict(budget=budget, offload="disk", max_slowdown=1e6)
+        with contextlib.nullcontext() if budget is None else optimize(model, optimizer, **options):
+            for i in range(8):
+                optimizer.zero_grad()
+                model(torch.randn(128, 128)).square().mean().backward()
+                optimizer.step()
+                optimizer.state.clear() if i == 5 else None
+                optimizer.state.pop(model[0].weight) if i == 6 else None  # type: ignore[index]
+        return list(optimizer.state_dict()["state"])
+
+    assert order("min") == order(None)
