@@ -12,8 +12,10 @@ W3. At the end of a run all weights are on the device again, in memory of torch'
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import mmap
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -84,51 +86,79 @@ class Shelf:
 
 
 class _Weight:
-    """One weight. All calls are below autograd."""
+    """One weight. All calls are below autograd.
+
+    Its storage is what is parked: `weight.data = other` gives the weight another one, which is none of ours. Where the memory of
+    the storage is not what we gave it (`resize_`, `share_memory_`), we leave it alone. Its address says which of these is so, also
+    after an interrupt.
+    """
 
     def __init__(self, weight: torch.Tensor, shelf: Shelf, native: Any) -> None:
-        self.weight = weight
+        self._weight = weight
         self._native = native
-        self.there, beside = shelf.put(bytes_of(weight))
+        self._bytes = bytes_of(weight)  # a tensor on the storage
+        self._there, self._beside = shelf.put(self._bytes)  # beside: has the memory that the storage has not
         self._version = weight._version
-        self._beside: torch.Tensor | None = None  # while the weight is on the device, it has the tier's memory
-        native.exchange(weight, beside)  # W1; the device's memory is freed with `beside`
-        _away.add(storage_id(weight))
+        self._away_at, self._here_at = self._beside.data_ptr(), 0
+        self._leave()
 
     @property
     def nbytes(self) -> int:
-        return self.there.numel()
+        return self._there.numel()
 
     @property
     def is_away(self) -> bool:
-        return self._beside is None
+        return self._is_at(self._away_at)
+
+    def parks(self, weight: torch.Tensor) -> bool:
+        return self._weight is weight and storage_id(weight) == storage_id(self._bytes)
+
+    def _is_at(self, address: int) -> bool:
+        storage = self._bytes.untyped_storage()
+        return storage.data_ptr() == address and storage.nbytes() == self.nbytes
+
+    def _leave(self) -> None:
+        self._native.exchange(self._bytes, self._beside)  # W1
+        _away.add(storage_id(self._bytes))
+        self._beside = _NOTHING  # the device's memory is freed
 
     def fetch(self) -> None:
-        if self.is_away:
-            counter = counter_of(self.weight.device)
+        if self.is_away and self.parks(self._weight):
+            counter = counter_of(self._bytes.device)
             with contextlib.nullcontext() if counter is None else counter.hidden():  # an observed step has its weights already
-                beside = torch.empty(self.nbytes, dtype=torch.uint8, device=self.weight.device)
-            beside.copy_(self.there, non_blocking=True)
-            self._version = self.weight._version
-            self._native.exchange(self.weight, beside)
-            _away.discard(storage_id(self.weight))
+                beside = torch.empty(self.nbytes, dtype=torch.uint8, device=self._bytes.device)
+            beside.copy_(self._there, non_blocking=True)
+            self._version = self._weight._version
+            self._here_at = beside.data_ptr()
             self._beside = beside
+            self._native.exchange(self._bytes, beside)
+            _away.discard(storage_id(self._bytes))
 
     def drop(self) -> None:
-        beside, self._beside = self._beside, None
-        if beside is not None:
-            if self.weight._version != self._version:
-                self.there.copy_(bytes_of(self.weight))  # W2
-            self._native.exchange(self.weight, beside)
-            _away.add(storage_id(self.weight))
+        if self._is_at(self._here_at):
+            if self._written():
+                self._there.copy_(self._bytes)  # W2
+            self._leave()
+
+    def _written(self) -> bool:
+        """Whether the device's memory has other bytes than the tier's. Writes through `.data` and NumPy count in no version; so
+        where the device reads the tier as fast as its own memory, bytes are compared.
+        """
+        if not on_host(self._bytes.device):
+            return self._weight._version != self._version
+        whole = self.nbytes // 8 * 8
+        pairs = [(self._bytes[:whole].view(torch.int64), self._there[:whole].view(torch.int64))]
+        pairs.append((self._bytes[whole:], self._there[whole:]))
+        return not all(torch.equal(here, there) for here, there in pairs)
 
     def close(self) -> None:
         """W3."""
         self.drop()
-        home = torch.empty(self.nbytes, dtype=torch.uint8, device=self.weight.device)
-        home.copy_(self.there)
-        self._native.exchange(self.weight, home)
-        _away.discard(storage_id(self.weight))
+        if self.is_away:
+            home = torch.empty(self.nbytes, dtype=torch.uint8, device=self._bytes.device)
+            home.copy_(self._there)
+            self._native.exchange(self._bytes, home)
+        _away.discard(storage_id(self._bytes))
 
 
 class _Unit:
@@ -137,8 +167,9 @@ class _Unit:
     calls: how many calls of the module are running.
     """
 
-    def __init__(self, weights: Sequence[torch.Tensor], shelf: Shelf, native: Any) -> None:
+    def __init__(self, module: nn.Module, weights: Sequence[torch.Tensor], shelf: Shelf, native: Any) -> None:
         self.calls = 0
+        self._module = weakref.ref(module)
         self.listening = contextlib.ExitStack()
         self._shelf = shelf
         self._weights: list[_Weight] = []
@@ -149,6 +180,10 @@ class _Unit:
         except BaseException:
             self.close()
             raise
+
+    def has(self, module: nn.Module, weights: Sequence[torch.Tensor]) -> bool:
+        own = self._weights
+        return self._module() is module and len(own) == len(weights) and all(w.parks(p) for w, p in zip(own, weights, strict=True))
 
     @property
     def away_nbytes(self) -> int:
@@ -194,8 +229,12 @@ class ParkedWeights:
 
     def put(self, path: str, module: nn.Module, weights: Sequence[torch.Tensor], shelf: Shelf) -> None:
         """Park the weights of a module from now on. `shelf`: has room for them, and for nothing else. Raises OffloadError."""
-        unit = self._units[path] = _Unit(weights, shelf, self._native)
+        unit = self._units[path] = _Unit(module, weights, shelf, self._native)
         unit.listening.enter_context(beneath_calls({path: module}, partial(self._called, unit), shares=True))
+
+    def has(self, path: str, module: nn.Module, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether these weights of this module are parked, and no others: the loop may have replaced it, or some of them."""
+        return path in self._units and self._units[path].has(module, weights)
 
     def home(self, paths: Iterable[str]) -> None:
         """The weights of these modules are on the device from now on, as without us. Raises torch.OutOfMemoryError where there
@@ -220,20 +259,21 @@ class ParkedWeights:
     # -- a unit runs ---------------------------------------------------------------------------------
 
     def _called(self, unit: _Unit, original: Any, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+        given = _nodes_of((args, kwargs)) if torch.is_grad_enabled() else None
         self._begins(unit)
         try:
             out = original(*args, **kwargs)
         finally:
             self._ends(unit)
-        if torch.is_grad_enabled():
-            self._before_backward(unit, out)
+        if given is not None:
+            self._before_backward(unit, _nodes_of(out) - given)
         return out
 
     @uncompiled
     def _begins(self, unit: _Unit) -> None:
         with self._lock:
-            unit.calls += 1
             self._fetch(unit)
+            unit.calls += 1
 
     @uncompiled
     def _ends(self, unit: _Unit) -> None:
@@ -243,13 +283,18 @@ class ParkedWeights:
                 unit.drop()
 
     def _fetch(self, unit: _Unit) -> None:
-        self.moved_nbytes += unit.away_nbytes
-        unit.fetch()
+        nbytes = unit.away_nbytes
+        try:
+            unit.fetch()
+        except BaseException:
+            if not unit.calls:
+                unit.drop()
+            raise
+        self.moved_nbytes += nbytes
 
     @uncompiled
-    def _before_backward(self, unit: _Unit, out: Any) -> None:
-        """The weights come before the first node of the unit runs."""
-        nodes = {t.grad_fn for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.grad_fn is not None}
+    def _before_backward(self, unit: _Unit, nodes: set[Any]) -> None:
+        """The weights come before the first node of the unit runs. `nodes`: those of what it returns, but not of what it got."""
         for node in nodes:
             node.register_prehook(lambda _: self._backward_in(unit))
 
@@ -266,6 +311,23 @@ class ParkedWeights:
             self._fetch(unit)
 
 
+@uncompiled
+def _nodes_of(value: Any) -> set[Any]:
+    """The nodes of the tensors in what a module gets or returns: in pytrees and dataclasses."""
+    nodes = set()
+    seen = set[int]()
+    waiting = [value]
+    while waiting:
+        for leaf in tree_leaves(waiting.pop()):
+            if isinstance(leaf, torch.Tensor):
+                nodes.add(leaf.grad_fn)
+            elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) and id(leaf) not in seen:
+                seen.add(id(leaf))
+                waiting.append([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
+    return nodes - {None}
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 _away: set[int] = set()
 """Identities of the storages that have a tier's memory now. Whoever parked them keeps them alive."""
 

@@ -21,9 +21,11 @@ from lightning_memopt.record import compiled_modules
 from lightning_memopt.runtime.early_updates import Reason
 from lightning_memopt.runtime.parked import LEAST_NBYTES
 from lightning_memopt.runtime.parked_weights import ALIGN_NBYTES, ParkedWeights, Shelf, may_be_parked
+from lightning_memopt.session.parameters import Parameters
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.ranks.agreement import Agreement
+from lightning_memopt.torch_private import storage_id
 from lightning_memopt.units import round_up
 
 Say = Callable[[str], None]
@@ -60,6 +62,8 @@ class WeightsAtRest(Part):
         self._say = say
         self._said: set[str] = set()
         self._paths: tuple[str, ...] = ()
+        self._parameters = Parameters(model)
+        self._frozen: list[tuple[int, int]] = []  # which weights there were when these were parked, and their storages
         self._parked: ParkedWeights | None = None
 
     # -- moments of a step -------------------------------------------------------------------------
@@ -73,21 +77,22 @@ class WeightsAtRest(Part):
         self.put_modules(tuple(unit.module for unit in weights))
 
     def put_modules(self, paths: tuple[str, ...]) -> None:
-        if paths == self._paths:
+        frozen = [(id(p), storage_id(p)) for p in self._parameters.frozen()] if paths else []
+        if (paths, frozen) == (self._paths, self._frozen):
             return
-        self._paths = paths
-        units, native = self._units(), loaded()
+        self._paths, self._frozen = paths, frozen
+        units, native = self._units() if paths else {}, loaded()
         if self._parked is None:
             self._parked = ParkedWeights(native)
-        self._parked.home(self._parked.paths.difference(paths))
-        for path in paths:
-            if native is None or path not in units or path in self._parked.paths:
+        wanted = {path: (self.model.get_submodule(path), list(units[path].values())) for path in paths if path in units}
+        self._parked.home(path for path in self._parked.paths if path not in wanted or not self._parked.has(path, *wanted[path]))
+        for path, (module, weights) in wanted.items():
+            if native is None or path in self._parked.paths:
                 continue
-            weights = list(units[path].values())
             room = sum(round_up(w.nbytes, ALIGN_NBYTES) for w in weights)
             try:
                 shelf = Shelf(room, self.offloading.depots.directory, self.offloading.device)
-                self._parked.put(path, self.model.get_submodule(path), weights, shelf)
+                self._parked.put(path, module, weights, shelf)
             except OffloadError as error:
                 if self._is_new(str(error)):
                     self._say(f"MemOpt: frozen weights that the plan parks stay on the device: {error}")
