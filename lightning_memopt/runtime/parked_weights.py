@@ -26,6 +26,7 @@ from torch import nn
 from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.native import counter_of
+from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import beneath_calls, fills, is_plain, uncompiled, unwatched
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of, in_shared_memory
@@ -88,9 +89,9 @@ class Shelf:
 class _Weight:
     """One weight. All calls are below autograd.
 
-    Its storage is what is parked: `weight.data = other` gives the weight another one, which is none of ours. Where the memory of
-    the storage is not what we gave it (`resize_`, `share_memory_`), we leave it alone. Its address says which of these is so, also
-    after an interrupt.
+    Its storage is what is parked: `weight.data = other` gives the weight another one, which is none of ours. Where the memory
+    of the storage is not what we gave it (`resize_`, `share_memory_`), we leave it alone. Its address says which of these is
+    so, also after an interrupt.
     """
 
     def __init__(self, weight: torch.Tensor, shelf: Shelf, native: Any) -> None:
@@ -183,7 +184,9 @@ class _Unit:
 
     def has(self, module: nn.Module, weights: Sequence[torch.Tensor]) -> bool:
         own = self._weights
-        return self._module() is module and len(own) == len(weights) and all(w.parks(p) for w, p in zip(own, weights, strict=True))
+        return (
+            self._module() is module and len(own) == len(weights) and all(w.parks(p) for w, p in zip(own, weights, strict=True))
+        )
 
     @property
     def away_nbytes(self) -> int:
@@ -215,9 +218,8 @@ class ParkedWeights:
     moved_nbytes: bytes that were fetched so far.
     """
 
-    def __init__(self, native: Any) -> None:
+    def __init__(self) -> None:
         self.moved_nbytes = 0
-        self._native = native
         self._lock = threading.RLock()
         self._in_backward: _Unit | None = None
         self._units: dict[str, _Unit] = {}
@@ -227,9 +229,13 @@ class ParkedWeights:
         """The modules whose weights are parked."""
         return frozenset(self._units)
 
-    def put(self, path: str, module: nn.Module, weights: Sequence[torch.Tensor], shelf: Shelf) -> None:
-        """Park the weights of a module from now on. `shelf`: has room for them, and for nothing else. Raises OffloadError."""
-        unit = self._units[path] = _Unit(module, weights, shelf, self._native)
+    def put(self, path: str, module: nn.Module, weights: Sequence[torch.Tensor], directory: str | None = None) -> None:
+        """Park the weights of a module, which are on one device, from now on. `directory`: for files; None: the system's.
+
+        Needs the native engine. Raises OffloadError.
+        """
+        room = sum(round_up(w.nbytes, ALIGN_NBYTES) for w in weights)
+        unit = self._units[path] = _Unit(module, weights, Shelf(room, directory, weights[0].device), loaded())
         unit.listening.enter_context(beneath_calls({path: module}, partial(self._called, unit), shares=True))
 
     def has(self, path: str, module: nn.Module, weights: Sequence[torch.Tensor]) -> bool:
@@ -294,7 +300,7 @@ class ParkedWeights:
 
     @uncompiled
     def _before_backward(self, unit: _Unit, nodes: set[Any]) -> None:
-        """The weights come before the first node of the unit runs. `nodes`: those of what it returns, but not of what it got."""
+        """The weights come before the first node of the unit runs. `nodes`: those of what it returns, and did not get."""
         for node in nodes:
             node.register_prehook(lambda _: self._backward_in(unit))
 
@@ -325,6 +331,20 @@ def _nodes_of(value: Any) -> set[Any]:
                 seen.add(id(leaf))
                 waiting.append([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
     return nodes - {None}
+
+
+_placed: weakref.WeakKeyDictionary[nn.Module, ParkedWeights] = weakref.WeakKeyDictionary()
+"""Models whose frozen weights were never on the device together (`to_device`)."""
+
+
+def placed_in(model: nn.Module) -> ParkedWeights | None:
+    """The weights of this model that `to_device` has parked."""
+    return _placed.get(model)
+
+
+def parks_of(model: nn.Module) -> ParkedWeights:
+    """The same; none at first."""
+    return _placed.setdefault(model, ParkedWeights())
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)

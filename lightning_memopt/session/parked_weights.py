@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lightning_memopt.device.places import is_on, on_host
+from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.graph import Graph
 from lightning_memopt.native.engine import loaded
@@ -19,19 +19,16 @@ from lightning_memopt.plan import WeightParking
 from lightning_memopt.plan.weights import Unit, movable, parked_weights, windows_of
 from lightning_memopt.record import compiled_modules
 from lightning_memopt.runtime.early_updates import Reason
+from lightning_memopt.runtime.frozen_units import frozen_units
 from lightning_memopt.runtime.parked import LEAST_NBYTES
-from lightning_memopt.runtime.parked_weights import ALIGN_NBYTES, ParkedWeights, Shelf, may_be_parked
+from lightning_memopt.runtime.parked_weights import ParkedWeights, placed_in
 from lightning_memopt.session.parameters import Parameters
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.ranks.agreement import Agreement
 from lightning_memopt.torch_private import storage_id
-from lightning_memopt.units import round_up
 
 Say = Callable[[str], None]
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_LARGEST = 0.5
-"""A module in a container with a larger share of all frozen weights is not a unit: its own parts are."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +58,11 @@ class WeightsAtRest(Part):
         self._meetings = meetings
         self._say = say
         self._said: set[str] = set()
-        self._paths: tuple[str, ...] = ()
         self._parameters = Parameters(model)
         self._frozen: list[tuple[int, int]] = []  # which weights there were when these were parked, and their storages
-        self._parked: ParkedWeights | None = None
+        self._parked = placed_in(model)
+        self._placed = frozenset[str]() if self._parked is None else self._parked.paths  # before the run
+        self._paths = tuple(self._placed)
 
     # -- moments of a step -------------------------------------------------------------------------
 
@@ -81,18 +79,17 @@ class WeightsAtRest(Part):
         if (paths, frozen) == (self._paths, self._frozen):
             return
         self._paths, self._frozen = paths, frozen
-        units, native = self._units() if paths else {}, loaded()
+        units, native = frozen_units(self.model, self.offloading.device) if paths else {}, loaded()
         if self._parked is None:
-            self._parked = ParkedWeights(native)
+            self._parked = ParkedWeights()
         wanted = {path: (self.model.get_submodule(path), list(units[path].values())) for path in paths if path in units}
-        self._parked.home(path for path in self._parked.paths if path not in wanted or not self._parked.has(path, *wanted[path]))
+        stays = [path for path in wanted if self._parked.has(path, *wanted[path])]
+        self._parked.home(self._parked.paths.difference(stays))
         for path, (module, weights) in wanted.items():
             if native is None or path in self._parked.paths:
                 continue
-            room = sum(round_up(w.nbytes, ALIGN_NBYTES) for w in weights)
             try:
-                shelf = Shelf(room, self.offloading.depots.directory, self.offloading.device)
-                self._parked.put(path, module, weights, shelf)
+                self._parked.put(path, module, weights, self.offloading.depots.directory)
             except OffloadError as error:
                 if self._is_new(str(error)):
                     self._say(f"MemOpt: frozen weights that the plan parks stay on the device: {error}")
@@ -104,9 +101,8 @@ class WeightsAtRest(Part):
         return 0 if self._parked is None else self._parked.moved_nbytes
 
     def close(self) -> None:
-        self._paths = ()
         if self._parked is not None:
-            self._parked.close()
+            self.put_modules(tuple(self._placed))
 
     # -- the plan ----------------------------------------------------------------------------------
 
@@ -135,7 +131,7 @@ class WeightsAtRest(Part):
 
     def may_be_parked(self) -> dict[str, dict[str, torch.Tensor]]:
         """Path of a module -> its frozen weights by name; nothing where none can be parked, and then a line says why."""
-        units = self._units() if self.offloading.tier else {}
+        units = frozen_units(self.model, self.offloading.device) if self.offloading.tier else {}
         if sum(w.nbytes for own in units.values() for w in own.values()) < LEAST_NBYTES:
             return {}
         for what, fix in self._obstacles():
@@ -159,34 +155,3 @@ class WeightsAtRest(Part):
             yield Reason("the native engine is not there", "Install a C++ compiler")
         if compiled_modules(self.model):
             yield Reason("compiled code does not say when it reads them", "Train without torch.compile")
-
-    def _units(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Path of a module -> its frozen weights by name: of modules in lists (blocks), and of modules outside of them."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        device = self.offloading.device
-
-        def frozen(module: nn.Module, recurse: bool) -> dict[str, torch.Tensor]:
-            own = ((names[id(p)], p) for p in module.parameters(recurse) if id(p) in names)
-            return {name: p for name, p in own if is_on(device, p.device) and may_be_parked(p)}
-
-        largest = _LARGEST * sum(p.nbytes for p in frozen(self.model, True).values())
-        units: dict[str, dict[str, torch.Tensor]] = {}
-
-        def walk(module: nn.Module, path: str, in_container: bool) -> None:
-            whole = frozen(module, True)
-            is_unit = bool(path) and (in_container or not any(True for _ in module.children()))
-            if is_unit and sum(p.nbytes for p in whole.values()) <= largest and not isinstance(module, _CONTAINERS):
-                units[path] = whole
-                return
-            if path and (own := frozen(module, False)):
-                units[path] = own
-            for name, child in module.named_children():
-                walk(child, f"{path}.{name}" if path else name, isinstance(module, _CONTAINERS))
-
-        walk(self.model, "", False)
-        seen: set[int] = set()
-        distinct = {}
-        for path, own in units.items():  # a weight of two modules belongs to the first
-            distinct[path] = {name: p for name, p in own.items() if id(p) not in seen}
-            seen.update(map(id, own.values()))
-        return {path: own for path, own in distinct.items() if own}

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memopt import optimize
 from lightning_memopt.errors import InfeasibleError, OffloadError
+from lightning_memopt.integrations.to_device import to_device
 from lightning_memopt.native.engine import loaded, without
 from lightning_memopt.plan import lower
 from lightning_memopt.plan.files import read_plan, write_plan
@@ -278,12 +279,10 @@ def test_a_weight_that_is_written_in_its_module_is_written_back() -> None:
 @contextlib.contextmanager
 def parked_of(model: nn.Module) -> Iterator[ParkedWeights]:
     """The frozen weights of each child are parked, as a unit."""
-    parked = ParkedWeights(loaded())
+    parked = ParkedWeights()
     try:
         for path, module in model.named_children():
-            weights = [p for p in module.parameters() if may_be_parked(p)]
-            room = sum(parked_weights.ALIGN_NBYTES + p.nbytes for p in weights)
-            parked.put(path, module, weights, Shelf(room, None, torch.device("cpu")))
+            parked.put(path, module, [p for p in module.parameters() if may_be_parked(p)])
         yield parked
     finally:
         parked.close()
@@ -321,6 +320,25 @@ def test_weights_are_there_in_their_module_alone() -> None:
     assert torch.equal(grad, x.grad) and not any(is_away(p) for p in model.parameters())
 
 
+# -- models that are larger than the device -------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", ["min", 64 * MIB])
+def test_a_model_that_never_was_on_the_device(budget: Any) -> None:
+    """Weights are away before, between and after runs. A run whose budget has room for them has them on the device."""
+    plain = Trained(None)
+    torch.manual_seed(0)
+    model = to_device(Model(), "cpu")
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    large = [p for p in frozen if p.nbytes > 4096]
+    assert all(map(is_away, large)) and model(torch.zeros(1, 2, dtype=torch.long)).isfinite().all()
+    torch.manual_seed(0)
+    model_of()  # draws what the plain run draws
+    found = Trained(budget, model=model)
+    assert bool(found.status.plan.weights) == (budget == "min") and all(map(is_away, large))
+    assert (found.losses, found.bits) == (plain.losses, plain.bits)
+
+
 # -- what goes wrong -------------------------------------------------------------------------------
 
 
@@ -335,7 +353,7 @@ def test_a_full_disk_keeps_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
                 raise OffloadError("no space left")
             return super().put(flat)
 
-    monkeypatch.setattr("lightning_memopt.session.parked_weights.Shelf", Full)
+    monkeypatch.setattr(parked_weights, "Shelf", Full)
     with listening() as said:
         found = Trained("min")
         text = said.taken()
