@@ -19,8 +19,9 @@ from typing import Any, NoReturn
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_memopt.integrations.to_device import to_device
 from tests.emulated import device
 from tests.emulated.reserved import HEADER, MIB, Loss, Made, run
 from tests.emulated.unet import DiffusionUNet
@@ -79,6 +80,45 @@ def llama_8b(lora: bool, length: int) -> Made:
     return _made(_adapted(model) if lora else model, **_words(1, length))
 
 
+class Packed(nn.Module):
+    """A frozen linear layer whose weight is packed, two numbers of 4 bits to a byte, with a scale for each row."""
+
+    def __init__(self, n_in: int, n_out: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = n_in, n_out
+        self.packed = nn.Parameter(torch.empty(n_out, n_in // 2, dtype=torch.uint8), requires_grad=False)
+        self.scale = nn.Parameter(torch.empty(n_out, 1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = torch.stack((self.packed & 15, self.packed >> 4), -1).flatten(1)
+        return nn.functional.linear(x, both.to(x.dtype).sub_(8).mul_(self.scale.to(x.dtype)))
+
+
+class AdaptedPacked(nn.Module):
+    """With an adapter of rank 16."""
+
+    def __init__(self, n_in: int, n_out: int) -> None:
+        super().__init__()
+        self.base = Packed(n_in, n_out)
+        self.down, self.up = nn.Parameter(torch.empty(16, n_in)), nn.Parameter(torch.empty(n_out, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + (x @ self.down.T) @ self.up.T
+
+
+def llama_70b(length: int) -> Made:
+    """Llama 3's 70 billion parameters: the linear layers of its blocks packed to 4 bits, with adapters; the rest bfloat16."""
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    config = configs.LlamaConfig(vocab_size=128256, max_position_embeddings=8192, **BLOCKS | sizes)
+    model = in_bfloat16(lambda: transformers.LlamaForCausalLM(config))
+    model.requires_grad_(False)
+    for module in list(model.model.layers.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(module, name, in_bfloat16(partial(AdaptedPacked, child.in_features, child.out_features)))
+    return _made(model, **_words(1, length))
+
+
 def mixtral() -> Made:
     """Mixtral 8x7B, 47 billion parameters, bfloat16, with adapters; 4 x 4,096 tokens. Values are zeros, so that all tokens go
     to the same two experts.
@@ -105,13 +145,17 @@ def sdxl() -> Made:
 
 @dataclass(frozen=True)
 class Card:
-    """A model on a card of some GiB, the budget in GiB, and whether the loss head runs in tiles."""
+    """A model on a card of some GiB, the budget in GiB, and whether the loss head runs in tiles.
+
+    larger: the card has no room for the weights. Frozen ones are in the host's memory from the beginning.
+    """
 
     build: Callable[[], Made]
     gib: int
     budget: float
     update: str = "fused"
     tile: str = "off"
+    larger: bool = False
 
 
 CARDS = {
@@ -123,6 +167,8 @@ CARDS = {
     "llama-8b-lora-8k": Card(partial(llama_8b, True, 8192), 24, 22, tile="exact"),
     "llama-8b-lora-32k": Card(partial(llama_8b, True, 32768), 40, 37, tile="exact"),
     "llama-8b": Card(partial(llama_8b, False, 8192), 80, 75),
+    "llama-8b-lora-8gib": Card(partial(llama_8b, True, 2048), 8, 7, larger=True),
+    "llama-70b-lora-24gib": Card(partial(llama_70b, 2048), 24, 22, larger=True),
 }
 
 
@@ -145,15 +191,20 @@ def fits(made: Made, optimizer: torch.optim.Optimizer) -> bool:
 def measure(name: str) -> None:
     """Print the row of one model; the card is that of this process."""
     card = CARDS[name]
-    with torch.device("cuda"):
+    with torch.device("meta" if card.larger else "cuda"):
         made = card.build()
+    if card.larger:
+        module, batch = made
+        words = {key: torch.zeros_like(t, device="cuda") for key, t in batch().items()}
+        made = to_device(module.to_empty(device="cpu"), "cuda"), lambda: words
     options = {"fused": True} if card.update == "fused" else {}
     optimizer = torch.optim.AdamW([p for p in made[0].parameters() if p.requires_grad], **options)
-    if fits(made, optimizer):
+    if not card.larger and fits(made, optimizer):
         raise SystemExit(f"the plain step of {name} fits {card.gib} GiB: the row shows nothing")
     torch.cuda.empty_cache()
     steps = 6 if card.tile == "off" else 8  # two more are observed
-    row = run(f"{name}, {card.gib} GiB", made, optimizer, int(card.budget * GIB), card.update, steps, tile=card.tile)
+    more = {"offload": "host"} if card.larger else {}
+    row = run(f"{name}, {card.gib} GiB", made, optimizer, int(card.budget * GIB), card.update, steps, tile=card.tile, **more)
     print(row, flush=True)
     raise SystemExit(not row.holds)
 
