@@ -88,9 +88,9 @@ class Shelf:
 class _Weight:
     """One weight. All calls are below autograd.
 
-    Its storage is what is parked: `weight.data = other` gives the weight another one, which is none of ours. Where the memory of
-    the storage is not what we gave it (`resize_`, `share_memory_`), we leave it alone. Its address says which of these is so, also
-    after an interrupt.
+    Its storage is what is parked: `weight.data = other` gives the weight another one, which is none of ours. A storage whose
+    memory is not what we gave it (`resize_`, `share_memory_`) is left alone. The memory's address says which it is, also after
+    an interrupt.
     """
 
     def __init__(self, weight: torch.Tensor, shelf: Shelf, native: Any) -> None:
@@ -183,7 +183,9 @@ class _Unit:
 
     def has(self, module: nn.Module, weights: Sequence[torch.Tensor]) -> bool:
         own = self._weights
-        return self._module() is module and len(own) == len(weights) and all(w.parks(p) for w, p in zip(own, weights, strict=True))
+        return (
+            self._module() is module and len(own) == len(weights) and all(w.parks(p) for w, p in zip(own, weights, strict=True))
+        )
 
     @property
     def away_nbytes(self) -> int:
@@ -294,7 +296,7 @@ class ParkedWeights:
 
     @uncompiled
     def _before_backward(self, unit: _Unit, nodes: set[Any]) -> None:
-        """The weights come before the first node of the unit runs. `nodes`: those of what it returns, but not of what it got."""
+        """The weights come before the first node of the unit runs. `nodes`: of what it returns, not of what it got."""
         for node in nodes:
             node.register_prehook(lambda _: self._backward_in(unit))
 

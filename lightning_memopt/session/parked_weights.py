@@ -26,7 +26,7 @@ from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.ranks.agreement import Agreement
 from lightning_memopt.torch_private import storage_id
-from lightning_memopt.units import round_up
+from lightning_memopt.units import format_nbytes, round_up
 
 Say = Callable[[str], None]
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -85,14 +85,15 @@ class WeightsAtRest(Part):
         if self._parked is None:
             self._parked = ParkedWeights(native)
         wanted = {path: (self.model.get_submodule(path), list(units[path].values())) for path in paths if path in units}
-        self._parked.home(path for path in self._parked.paths if path not in wanted or not self._parked.has(path, *wanted[path]))
+        parked = self._parked
+        parked.home(path for path in parked.paths if path not in wanted or not parked.has(path, *wanted[path]))
         for path, (module, weights) in wanted.items():
-            if native is None or path in self._parked.paths:
+            if native is None or path in parked.paths:
                 continue
             room = sum(round_up(w.nbytes, ALIGN_NBYTES) for w in weights)
             try:
                 shelf = Shelf(room, self.offloading.depots.directory, self.offloading.device)
-                self._parked.put(path, module, weights, shelf)
+                parked.put(path, module, weights, shelf)
             except OffloadError as error:
                 if self._is_new(str(error)):
                     self._say(f"MemOpt: frozen weights that the plan parks stay on the device: {error}")
@@ -115,9 +116,7 @@ class WeightsAtRest(Part):
         tier, units = self.offloading.tier, self.may_be_parked()
         if not units:
             return []
-        ids = {t.name: t.id for t in graph.tensors if t.kind == "parameter" and t.storage == t.id}
-        known = (Unit(path, tuple(ids[name] for name in own if name in ids)) for path, own in units.items())
-        can_move = movable(graph, [unit for unit in known if len(unit.weights) == len(units[unit.path])])
+        can_move, _ = self._movable(graph, units)
         windows = windows_of(graph, can_move)
         rates = self.offloading.rates if timed else None
         found = []
@@ -128,6 +127,33 @@ class WeightsAtRest(Part):
                 UnitOf(WeightParking(module=unit.path, tier=tier, nbytes=nbytes, fetches=fetches, seconds=seconds), unit)
             )
         return found
+
+    def _movable(self, graph: Graph, units: dict[str, dict[str, torch.Tensor]]) -> tuple[list[Unit], dict[str, str]]:
+        ids = {t.name: t.id for t in graph.tensors if t.kind == "parameter" and t.storage == t.id}
+        known = [Unit(path, tuple(ids[name] for name in own if name in ids)) for path, own in units.items()]
+        return movable(graph, [unit for unit in known if len(unit.weights) == len(units[unit.path])])
+
+    def tell_of_others(self, graph: Graph) -> None:
+        """A budget is missed, or the least is looked for: tell which frozen weights cannot be parked, and why."""
+        units = self.may_be_parked()
+        can_move, why = self._movable(graph, units)
+        known = {*why, *(unit.path for unit in can_move)}
+        why |= dict.fromkeys(units.keys() - known, "their modules have weights that the step does not read")
+        modules: dict[str, list[str]] = {}
+        for path, reason in why.items():
+            modules.setdefault(reason, []).append(path)
+        for reason, paths in modules.items():
+            weights = [w for path in paths for w in units[path].values()]
+            self._stay(weights, f"{reason} ({', '.join(sorted(paths)[:3])}{', ...' if len(paths) > 3 else ''})")
+        device = self.offloading.device
+        others = [p for p in self._parameters.frozen() if is_on(device, p.device) and not may_be_parked(p)]
+        if self.offloading.tier:
+            self._stay(others, "other tensors or processes have their memory, too")
+
+    def _stay(self, weights: Sequence[torch.Tensor], why: str) -> None:
+        nbytes = sum(w.nbytes for w in weights)
+        if nbytes >= LEAST_NBYTES and self._is_new(why):
+            self._say(f"MemOpt: frozen weights stay on the device ({format_nbytes(nbytes)}): {why}")
 
     def in_step(self, graph: Graph, units: Sequence[UnitOf]) -> Graph:
         """The step of this graph with these weights parked."""
