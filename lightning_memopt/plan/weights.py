@@ -29,27 +29,34 @@ class Unit:
     weights: tuple[int, ...]
 
 
-def movable(graph: Graph, units: Sequence[Unit]) -> list[Unit]:
-    """Those of these units that run once in the forward, and once in backward or never. Nothing else reads their weights."""
+def movable(graph: Graph, units: Sequence[Unit]) -> tuple[list[Unit], dict[str, str]]:
+    """Those of these units that run once in the forward, and once in backward or never, and whose weights nothing else reads.
+    And path of each other unit -> why it is none of these.
+    """
     written = {t for op in graph.ops for t, _ in op.mutates}
-    waiting = [unit for unit in units if unit.path in graph.unbroken and written.isdisjoint(unit.weights)]
     readers: dict[int, list[int]] = {}
     for op in graph.ops:
         for t in op.inputs:
             readers.setdefault(t, []).append(op.id)
 
-    def reads_elsewhere(unit: Unit) -> bool:
+    def obstacle(unit: Unit) -> str:
+        if unit.path not in graph.unbroken:
+            return "their modules do not run once in the forward"
+        if not written.isdisjoint(unit.weights):
+            return "the step writes weights of their modules"
         first, end = graph.unbroken[unit.path]
         ops = [o for t in unit.weights for o in readers.get(t, ())]
-        return any(graph.ops[o].phase == "update" or (o < len(graph.forward) and not first <= o < end) for o in ops)
+        elsewhere = any(graph.ops[o].phase == "update" or (o < len(graph.forward) and not first <= o < end) for o in ops)
+        return "other modules read them, or an update does" if elsewhere else ""
 
-    waiting = [unit for unit in waiting if not reads_elsewhere(unit)]
+    others = {unit.path: why for unit in units if (why := obstacle(unit))}
     while True:
+        waiting = [unit for unit in units if unit.path not in others]
         runs = [unit.path for _, unit in _in_backward(graph, waiting)]
         broken = {path for path in runs if runs.count(path) > 1}
         if not broken:
-            return waiting
-        waiting = [unit for unit in waiting if unit.path not in broken]
+            return waiting, others
+        others |= dict.fromkeys(broken, "their modules do not run at one time in backward")
 
 
 def windows_of(graph: Graph, units: Sequence[Unit]) -> dict[str, tuple[Window, ...]]:

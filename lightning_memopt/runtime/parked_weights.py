@@ -89,9 +89,9 @@ class Shelf:
 class _Weight:
     """One weight. All calls are below autograd.
 
-    Its storage is what is parked: `weight.data = other` gives the weight another one, which is none of ours. Where the memory
-    of the storage is not what we gave it (`resize_`, `share_memory_`), we leave it alone. Its address says which of these is
-    so, also after an interrupt.
+    Its storage is what is parked: `weight.data = other` gives the weight another one, which is none of ours. A storage whose
+    memory is not what we gave it (`resize_`, `share_memory_`) is left alone. The memory's address says which it is, also after
+    an interrupt.
     """
 
     def __init__(self, weight: torch.Tensor, shelf: Shelf, native: Any) -> None:
@@ -300,7 +300,7 @@ class ParkedWeights:
 
     @uncompiled
     def _before_backward(self, unit: _Unit, nodes: set[Any]) -> None:
-        """The weights come before the first node of the unit runs. `nodes`: those of what it returns, and did not get."""
+        """The weights come before the first node of the unit runs. `nodes`: of what it returns, not of what it got."""
         for node in nodes:
             node.register_prehook(lambda _: self._backward_in(unit))
 

@@ -177,10 +177,10 @@ class AtRest(Part):
         """
         self._offloading.measures_after(graph)
         rests = Rests(tuple(self.states.found(graph)), tuple(self.weights.found(graph)))
-        if not rests:
-            return solve(graph, say)
         whole = _Try.of(solve, graph)
-        if whole.fits and whole.seconds == 0 and limit_nbytes is not None:
+        if limit_nbytes is None or not whole.fits:
+            self.weights.tell_of_others(graph)
+        if not rests or (whole.fits and whole.seconds == 0 and limit_nbytes is not None):
             return self._chosen(say, whole)
         tries = [whole, _Try.of(solve, self._in_step(graph, rests), rests, whole)]
         if limit_nbytes is None:
@@ -199,6 +199,7 @@ class AtRest(Part):
     def smallest(self, graph: Graph) -> Graph:
         """The step of this graph with everything parked that can be, as the first update will make it."""
         rests = Rests(tuple(self.states.found(graph, timed=False)), tuple(self.weights.found(graph, timed=False)))
+        self.weights.tell_of_others(graph)
         return self._in_step(graph, rests) if rests else graph
 
     def _in_step(self, graph: Graph, rests: Rests) -> Graph:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lightning_memopt.device.places import on_host
+from lightning_memopt.device.places import is_on, on_host
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.graph import Graph
 from lightning_memopt.native.engine import loaded
@@ -21,12 +21,13 @@ from lightning_memopt.record import compiled_modules
 from lightning_memopt.runtime.early_updates import Reason
 from lightning_memopt.runtime.frozen_units import frozen_units
 from lightning_memopt.runtime.parked import LEAST_NBYTES
-from lightning_memopt.runtime.parked_weights import ParkedWeights, placed_in
+from lightning_memopt.runtime.parked_weights import ParkedWeights, may_be_parked, placed_in
 from lightning_memopt.session.parameters import Parameters
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.ranks.agreement import Agreement
 from lightning_memopt.torch_private import storage_id
+from lightning_memopt.units import format_nbytes
 
 Say = Callable[[str], None]
 
@@ -111,9 +112,7 @@ class WeightsAtRest(Part):
         tier, units = self.offloading.tier, self.may_be_parked()
         if not units:
             return []
-        ids = {t.name: t.id for t in graph.tensors if t.kind == "parameter" and t.storage == t.id}
-        known = (Unit(path, tuple(ids[name] for name in own if name in ids)) for path, own in units.items())
-        can_move = movable(graph, [unit for unit in known if len(unit.weights) == len(units[unit.path])])
+        can_move, _ = self._movable(graph, units)
         windows = windows_of(graph, can_move)
         rates = self.offloading.rates if timed else None
         found = []
@@ -124,6 +123,33 @@ class WeightsAtRest(Part):
                 UnitOf(WeightParking(module=unit.path, tier=tier, nbytes=nbytes, fetches=fetches, seconds=seconds), unit)
             )
         return found
+
+    def _movable(self, graph: Graph, units: dict[str, dict[str, torch.Tensor]]) -> tuple[list[Unit], dict[str, str]]:
+        ids = {t.name: t.id for t in graph.tensors if t.kind == "parameter" and t.storage == t.id}
+        known = [Unit(path, tuple(ids[name] for name in own if name in ids)) for path, own in units.items()]
+        return movable(graph, [unit for unit in known if len(unit.weights) == len(units[unit.path])])
+
+    def tell_of_others(self, graph: Graph) -> None:
+        """A budget is missed, or the least is looked for: tell which frozen weights cannot be parked, and why."""
+        units = self.may_be_parked()
+        can_move, why = self._movable(graph, units)
+        known = {*why, *(unit.path for unit in can_move)}
+        why |= dict.fromkeys(units.keys() - known, "their modules have weights that the step does not read")
+        modules: dict[str, list[str]] = {}
+        for path, reason in why.items():
+            modules.setdefault(reason, []).append(path)
+        for reason, paths in modules.items():
+            weights = [w for path in paths for w in units[path].values()]
+            self._stay(weights, f"{reason} ({', '.join(sorted(paths)[:3])}{', ...' if len(paths) > 3 else ''})")
+        device = self.offloading.device
+        others = [p for p in self._parameters.frozen() if is_on(device, p.device) and not may_be_parked(p)]
+        if self.offloading.tier:
+            self._stay(others, "other tensors or processes have their memory, too")
+
+    def _stay(self, weights: Sequence[torch.Tensor], why: str) -> None:
+        nbytes = sum(w.nbytes for w in weights)
+        if nbytes >= LEAST_NBYTES and self._is_new(why):
+            self._say(f"MemOpt: frozen weights stay on the device ({format_nbytes(nbytes)}): {why}")
 
     def in_step(self, graph: Graph, units: Sequence[UnitOf]) -> Graph:
         """The step of this graph with these weights parked."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from lightning_memopt.plan import lower
 from lightning_memopt.plan.files import read_plan, write_plan
 from lightning_memopt.plan.validate import validate
 from lightning_memopt.runtime import install_native, parked_weights
-from lightning_memopt.runtime.parked_weights import ParkedWeights, Shelf, is_away, may_be_parked
+from lightning_memopt.runtime.parked_weights import Shelf, is_away, may_be_parked
 from tests.cpu.lib.engines import elements
+from tests.cpu.lib.parked import parked_of
 from tests.cpu.lib.said import listening
 from tests.cpu.lib.times import Known, given
 
@@ -274,18 +275,6 @@ def test_a_weight_that_is_written_in_its_module_is_written_back() -> None:
             x = torch.randn(4, 8)
             assert torch.equal(module(x), plain(x)) and is_away(module[0].weight)
     assert torch.equal(module[0].weight, plain[0].weight) and not is_away(module[0].weight)
-
-
-@contextlib.contextmanager
-def parked_of(model: nn.Module) -> Iterator[ParkedWeights]:
-    """The frozen weights of each child are parked, as a unit."""
-    parked = ParkedWeights()
-    try:
-        for path, module in model.named_children():
-            parked.put(path, module, [p for p in module.parameters() if may_be_parked(p)])
-        yield parked
-    finally:
-        parked.close()
 
 
 def test_weights_are_there_in_their_module_alone() -> None:

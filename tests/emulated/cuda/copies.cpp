@@ -1,4 +1,6 @@
 // Copies and fills. In bytes mode a device's memory has no values: what is copied from it is zero.
+#include <sys/mman.h>
+
 #include <chrono>
 #include <cstring>
 #include <memory>
@@ -11,11 +13,21 @@ using namespace emulated;
 namespace {
 constexpr double kLatency = 2e-6, kOnDevice = 1.5e12, kLink = 50e9;  // seconds; bytes a second (the clock's, nobody waits for it)
 
+// Whole pages are given back to the system, which gives zeros when somebody reads them: models are larger than this machine.
+void clear(void* to, size_t nbytes) {
+  constexpr size_t kPage = 4096;
+  char* const begin = static_cast<char*>(to);
+  char* const first = begin + (kPage - reinterpret_cast<uintptr_t>(begin) % kPage) % kPage;
+  const size_t whole = is_pinned(to) && first < begin + nbytes ? size_t(begin + nbytes - first) / kPage * kPage : 0;
+  if (whole == 0 || madvise(first, whole, MADV_DONTNEED) != 0) return (void)memset(to, 0, nbytes);
+  memset(begin, 0, first - begin);
+  memset(first + whole, 0, begin + nbytes - first - whole);
+}
 // What a copy does to memory when the device comes to it. `staged`: the bytes were taken from the host when it was asked for.
 std::function<void()> copying(void* to, const void* from, size_t nbytes, bool staged) {
   if (!settings().bits) {
     if (is_device(to)) return {};
-    return [=] { is_device(from) ? (void)memset(to, 0, nbytes) : (void)memmove(to, from, nbytes); };
+    return [=] { is_device(from) ? clear(to, nbytes) : (void)memmove(to, from, nbytes); };
   }
   if (!staged) return [=] { memmove(to, from, nbytes); };
   const char* bytes = static_cast<const char*>(from);

@@ -1,0 +1,24 @@
+"""Frozen weights that are parked without a session."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+from lightning_memopt.runtime.parked_weights import ParkedWeights, may_be_parked
+
+
+@contextlib.contextmanager
+def parked_of(model: nn.Module) -> Iterator[ParkedWeights]:
+    """The frozen weights of each child are parked, as a unit."""
+    parked = ParkedWeights()
+    try:
+        for path, module in model.named_children():
+            weights = [p for p in module.parameters() if may_be_parked(p)]
+            if weights:
+                parked.put(path, module, weights)
+        yield parked
+    finally:
+        parked.close()
