@@ -33,7 +33,13 @@ from lightning_memopt.record.tensors import bytes_of, in_shared_memory
 from lightning_memopt.runtime.tiers.base import buffer
 from lightning_memopt.runtime.tiers.scratch import Scratch
 from lightning_memopt.runtime.tiers.streams import HostPool
-from lightning_memopt.torch_private import is_copied_on_write, queue_callback, storage_id, tree_leaves
+from lightning_memopt.torch_private import (
+    backward_task,
+    is_copied_on_write,
+    queue_callback,
+    storage_id,
+    tree_leaves,
+)
 from lightning_memopt.units import round_up
 
 ALIGN_NBYTES = mmap.ALLOCATIONGRANULARITY
@@ -278,7 +284,10 @@ class ParkedWeights:
     @uncompiled
     def _begins(self, unit: _Unit) -> None:
         with self._lock:
-            self._fetch(unit)
+            if backward_task() == -1:
+                self._fetch(unit)
+            else:  # a checkpoint runs the module again: its backward follows
+                self._backward_in(unit)
             unit.calls += 1
 
     @uncompiled

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 from torch.utils import swap_tensors
+from torch.utils.checkpoint import checkpoint
 
 from lightning_memopt import optimize
 from lightning_memopt.runtime.parked_weights import is_away
@@ -148,6 +149,22 @@ def test_a_tensor_that_a_module_returns_as_it_was_brings_no_weights() -> None:
     model = Layers(*(Layer(WIDTH, WIDTH) for _ in range(4))).requires_grad_(False)
     forward, backward = fetched(model, torch.randn(4, WIDTH, requires_grad=True))
     assert forward == backward == sum(p.nbytes for p in model.parameters())
+
+
+def test_a_module_that_a_checkpoint_runs_again_is_there_alone() -> None:
+    """Its weights come once for its second forward and its backward, and those of the module behind it go first."""
+    model = layers()
+    seen: list[list[int]] = []
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    with parked_of(model) as parked:
+        for layer in model:
+            layer.register_forward_hook(lambda *_: seen.append([i for i, each in enumerate(model) if not is_away(each.weight)]))
+        out = x
+        for layer in model:
+            out = checkpoint(layer, out, use_reentrant=True)
+        out.sum().backward()
+        assert seen == [[0], [1], [2], [2], [1], [0]] and all(is_away(p) for p in model.parameters())
+        assert parked.moved_nbytes == 2 * sum(p.nbytes for p in model.parameters())
 
 
 # -- in a run ----------------------------------------------------------------------------------------
