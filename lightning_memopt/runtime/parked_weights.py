@@ -121,8 +121,9 @@ class _Weight:
         return self._weight is weight and storage_id(weight) == storage_id(self._bytes)
 
     def _is_at(self, address: int) -> bool:
-        storage = self._bytes.untyped_storage()
-        return storage.data_ptr() == address and storage.nbytes() == self.nbytes
+        with unwatched():  # whose address others have, is never dropped
+            storage = self._bytes.untyped_storage()
+            return storage.data_ptr() == address and storage.nbytes() == self.nbytes
 
     def _leave(self) -> None:
         self._native.exchange(self._bytes, self._beside)  # W1

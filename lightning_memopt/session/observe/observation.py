@@ -35,7 +35,7 @@ from lightning_memopt.runtime.engine.units import Units
 from lightning_memopt.session.forward.gathering import Watched, observed_code
 from lightning_memopt.session.forward.recording import Recording, hooks_allowed
 from lightning_memopt.session.observe.final_gradients import NEVER, Final, freed_early, kept, settled, with_updates
-from lightning_memopt.session.observe.resident import resident_tensors
+from lightning_memopt.session.observe.resident import away_nbytes, resident_tensors
 from lightning_memopt.torch_private import (
     OpOverload,
     current_mode,
@@ -109,6 +109,7 @@ class Observation:
         self.opaque_ops: dict[str, str] = {} if opaque_ops is None else opaque_ops
         self.evicted = False
         self._lost: set[int] = set()
+        self._away_nbytes = 0  # of weights in a tier, which the graph has nevertheless
         self._unverified: set[str] = set()
         self._engines: list[weakref.ref[ObservingEngine]] = []
         self._round: tuple[Tracer, ObservingEngine, Recorder] | None = None
@@ -159,6 +160,7 @@ class Observation:
             tracer.passes = rest.takes
             self._rest.callback(rest.end)
         adopt_all(tracer, recorder, resident_tensors(self.model, self.optimizers, batch))
+        self._away_nbytes = away_nbytes(self.model)
         units = units_of(self.model)
         self._round = tracer, engine, recorder
         ungraded = (p for p in self.model.parameters() if p.requires_grad and gradient_of(p) is None)
@@ -347,7 +349,7 @@ class Observation:
         """
         assert self._round is not None and self.limit_nbytes is not None
         tracer, counts = self._round[0], self._counter
-        live = self._live_nbytes() if counts is None else counts.live(ALL) + tracer.uncounted_nbytes
+        live = self._live_nbytes() if counts is None else counts.live(ALL) + tracer.uncounted_nbytes - self._away_nbytes
         self.peak_nbytes = max(self.peak_nbytes, live)
         return live + _ROOM * tracer.largest_nbytes + self._gradients_to_come() - self.limit_nbytes
 
@@ -357,15 +359,16 @@ class Observation:
             return 0
         tracer, engine, _ = self._round
         if self._counter is not None:
-            return self._counter.live_nbytes + tracer.uncounted_nbytes
-        return tracer.live_nbytes + engine.rebuilt_nbytes() + tracer.states_nbytes
+            return self._counter.live_nbytes + tracer.uncounted_nbytes - self._away_nbytes
+        return tracer.live_nbytes + engine.rebuilt_nbytes() + tracer.states_nbytes - self._away_nbytes
 
     def _unrebuilt_nbytes(self) -> int:
         """Those of them that neither rebuilds nor the states of generators take."""
         if self._round is None:
             return 0
         tracer = self._round[0]
-        return tracer.live_nbytes if self._counter is None else self._counter.live(PLAIN) + tracer.uncounted_nbytes
+        live = tracer.live_nbytes if self._counter is None else self._counter.live(PLAIN) + tracer.uncounted_nbytes
+        return live - self._away_nbytes
 
     def _gradients_to_come(self) -> int:
         """Bytes that this backward will add: the gradients of parameters that have none yet."""

@@ -64,6 +64,11 @@ def sizes(tensors: Iterable[Named], device: torch.device) -> list[int]:
     return list(seen.values())
 
 
+def away_nbytes(model: nn.Module) -> int:
+    """Bytes of the frozen weights of a model that are in a tier now."""
+    return sum(p.nbytes for p in model.parameters() if is_away(p))
+
+
 def resident_nbytes(tensors: Iterable[Named], device: torch.device) -> int:
     """Bytes of the distinct storages of these tensors on the device."""
     return sum(sizes(tensors, device))

@@ -21,6 +21,7 @@ from lightning_memopt.native.engine import loaded, without
 from lightning_memopt.plan import lower
 from lightning_memopt.plan.files import read_plan, write_plan
 from lightning_memopt.plan.validate import validate
+from lightning_memopt.record import watching
 from lightning_memopt.runtime import install_native, parked_weights
 from lightning_memopt.runtime.parked_weights import Shelf, is_away, may_be_parked
 from tests.cpu.lib.engines import elements
@@ -307,6 +308,18 @@ def test_weights_are_there_in_their_module_alone() -> None:
     x.grad = None
     plain(x).sum().backward()
     assert torch.equal(grad, x.grad) and not any(is_away(p) for p in model.parameters())
+
+
+def test_nobody_is_told_that_weights_come_and_go() -> None:
+    """A weight whose address was taken would be read from unknown memory: nothing that it helps to make would be dropped."""
+    model = nn.Sequential(nn.Linear(32, 32)).requires_grad_(False)
+    told: list[Any] = []
+    seams, listener = watching(lambda *each: told.append(each), lambda *each: told.append(each), None)
+    with parked_of(model), seams.listening(listener):
+        model(torch.randn(2, 32, requires_grad=True)).sum().backward()
+        assert not told and is_away(model[0].weight)
+        model[0].bias.data_ptr()
+        assert told  # the listener works
 
 
 # -- models that are larger than the device -------------------------------------------------------
