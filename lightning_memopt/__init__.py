@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports a name
     from lightning_memopt.fitting.answer import Fit, fit
     from lightning_memopt.integrations.batch_size import find_max_batch_size
     from lightning_memopt.integrations.plain import Run, optimize
+    from lightning_memopt.integrations.to_device import to_device
     from lightning_memopt.integrations.transformers import MemOptTrainerCallback
     from lightning_memopt.plan import Plan
     from lightning_memopt.record import Rule, register_op
@@ -60,6 +61,7 @@ _PUBLIC = {
     "find_max_batch_size": "lightning_memopt.integrations.batch_size",
     "optimize": "lightning_memopt.integrations.plain",
     "register_op": "lightning_memopt.record",
+    "to_device": "lightning_memopt.integrations.to_device",
 }
 
 __all__ = [
@@ -89,6 +91,7 @@ __all__ = [
     "find_max_batch_size",
     "optimize",
     "register_op",
+    "to_device",
 ]
 
 
