@@ -55,6 +55,7 @@ class Shelf:
     def __init__(self, nbytes: int, directory: str | None, device: torch.device) -> None:
         self._file = Scratch(nbytes, directory) if on_host(device) else None
         self._pool = None if on_host(device) else HostPool(nbytes, device)
+        self._pages = None if self._file is None else memoryview(self._file.pages(nbytes))
         self._taken = 0
         if self._pool is not None and not self._pool.locked:
             self._pool.close()
@@ -70,14 +71,15 @@ class Shelf:
         offset, nbytes = self._taken, flat.numel()
         self._taken += round_up(nbytes, ALIGN_NBYTES)
         if self._file is not None:
+            assert self._pages is not None
             try:
                 self._file.write(buffer(flat), offset)
-                pages: Any = self._file.pages(nbytes, offset)
             except OSError as error:
                 raise OffloadError(
                     f"{nbytes} bytes of frozen weights cannot be written to the disk tier: {error.strerror or error}; "
                     "give it another directory: offload='disk:/that/one'"
                 ) from error
+            pages = self._pages[offset : offset + nbytes]
         else:
             assert self._pool is not None
             self._pool.bytes[offset : offset + nbytes].copy_(flat)
@@ -107,6 +109,7 @@ class _Weight:
         self._there, self._beside = shelf.put(self._bytes)  # beside: has the memory that the storage has not
         self._version = weight._version
         self._away_at, self._here_at = self._beside.data_ptr(), 0
+        weakref.finalize(self, _away.discard, storage_id(self._bytes)).atexit = False  # another storage may get this identity
         self._leave()
 
     @property

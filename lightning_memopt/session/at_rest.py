@@ -10,6 +10,7 @@ import contextlib
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -27,6 +28,7 @@ from lightning_memopt.session.parked_weights import UnitOf, WeightsAtRest
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.ranks.agreement import Agreement
+from lightning_memopt.session.solve.refusals import refuse_hopeless
 from lightning_memopt.session.solve.solving import NONE_SMALLER, Solved
 from lightning_memopt.session.worth import most_extra_seconds
 from lightning_memopt.solvers.frontier import Frontier, with_rest
@@ -132,23 +134,28 @@ class AtRest(Part):
         meetings: Agreement,
         say: Say,
         parts: Parts,
+        written: AbstractSet[int],
     ) -> None:
-        """`parts`: those of the session; it is one if a plan may park."""
+        """`parts`: those of the session; it is one if a plan may park. `written`: identities of the storages that ops of
+        observed steps wrote to.
+        """
         self.states = StatesAtRest(model, optimizers, offloading, meetings, say, parts)
-        self.weights = WeightsAtRest(model, offloading, meetings, say, parts)
+        self.weights = WeightsAtRest(model, offloading, meetings, say, parts, written)
         self._offloading = offloading
         if offloading.tier:
             parts.add(self)
 
     # -- moments of a step -------------------------------------------------------------------------
 
-    def begins(self, tensors: Iterable[Named], limit_nbytes: int | None) -> None:
-        """The first step is about to be observed. `tensors`: those that are there. If they exceed the limit, all frozen weights
-        are parked before it.
+    def begins(self, tensors: Sequence[Named], budget_nbytes: int) -> None:
+        """The first step is about to be observed. `tensors`: those that are there. If they exceed the budget, all frozen
+        weights that can be are parked before it. Raises InfeasibleError if the others exceed it, too.
         """
+        device, headroom = self._offloading.device, self._offloading.config.headroom
         units = self.weights.may_be_parked() if self._offloading.tier else {}
-        if units and limit_nbytes is not None and resident_nbytes(tensors, self._offloading.device) > limit_nbytes:
+        if units and resident_nbytes(tensors, device) > budget_nbytes - headroom:
             self.weights.put_modules(tuple(units))
+        refuse_hopeless(tensors, device, budget_nbytes, headroom)
 
     def step_begins(self, state: object, limit_nbytes: int | None) -> None:
         if isinstance(state, Running):

@@ -6,6 +6,7 @@ A weight that is away can be read (runtime/parked_weights.py). So weights stay a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
@@ -50,13 +51,22 @@ class WeightsAtRest(Part):
     model, offloading: those of the session.
     """
 
-    def __init__(self, model: nn.Module, offloading: Offloading, meetings: Agreement, say: Say, parts: Parts) -> None:
-        """`parts`: those of the session; it is one if a plan may park."""
+    def __init__(
+        self,
+        model: nn.Module,
+        offloading: Offloading,
+        meetings: Agreement,
+        say: Say,
+        parts: Parts,
+        written: AbstractSet[int],
+    ) -> None:
+        """`parts`, `written`: see `AtRest`."""
         if offloading.tier:
             parts.add(self)
         self.model = model
         self.offloading = offloading
         self._meetings = meetings
+        self._written = written
         self._say = say
         self._said: set[str] = set()
         self._parameters = Parameters(model)
@@ -127,7 +137,11 @@ class WeightsAtRest(Part):
     def _movable(self, graph: Graph, units: dict[str, dict[str, torch.Tensor]]) -> tuple[list[Unit], dict[str, str]]:
         ids = {t.name: t.id for t in graph.tensors if t.kind == "parameter" and t.storage == t.id}
         known = [Unit(path, tuple(ids[name] for name in own if name in ids)) for path, own in units.items()]
-        return movable(graph, [unit for unit in known if len(unit.weights) == len(units[unit.path])])
+        read = [unit for unit in known if len(unit.weights) == len(units[unit.path])]
+        # the graph does not say it of writes through `weight.data`, and no version counter does
+        written = {path for path, own in units.items() if any(storage_id(w) in self._written for w in own.values())}
+        can_move, why = movable(graph, [unit for unit in read if unit.path not in written])
+        return can_move, why | dict.fromkeys(written, "the step writes weights of their modules")
 
     def tell_of_others(self, graph: Graph) -> None:
         """A budget is missed, or the least is looked for: tell which frozen weights cannot be parked, and why."""

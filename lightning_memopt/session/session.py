@@ -59,7 +59,7 @@ from lightning_memopt.session.regions.compiled_regions import CompiledRegions
 from lightning_memopt.session.regions.compiling import CompiledBlocks
 from lightning_memopt.session.solve.foresight import Foresight
 from lightning_memopt.session.solve.machine import machine_of
-from lightning_memopt.session.solve.refusals import refuse_hopeless, refuse_sharded
+from lightning_memopt.session.solve.refusals import refuse_sharded
 from lightning_memopt.session.solve.solving import Solved
 from lightning_memopt.session.status import RunStatus, Transfers, status_of, transfers_of
 from lightning_memopt.session.step import Step
@@ -103,7 +103,8 @@ class Session:
         blocks = self._parts.add(CompiledBlocks(config, self.say))
         self.pool = Pooling(config, self.device, self.say, self._parts)
         self._tiling = Tiling(model, config, self._agreement, self.say, self._parts)
-        self._at_rest = AtRest(model, self.optimizers, self._offloading, self._agreement, self.say, self._parts)
+        written = self._observed_step.overwritten
+        self._at_rest = AtRest(model, self.optimizers, self._offloading, self._agreement, self.say, self._parts, written)
         self._neighbours = self._parts.add(Neighbours(self.device, self.budget_nbytes))
         self._early: EarlyUpdating | None = None
         self._attachment: Attachment | None = None
@@ -405,9 +406,7 @@ class Session:
             self._plan_cache[signature] = given = Running(*self.given, None)
             given.past.early_known = self._early is not None
         elif self.budget_nbytes is not None and not self._plan_cache.begins_anew:
-            resident = list(resident_tensors(self.model, self.optimizers, batch))
-            self._at_rest.begins(resident, self._limit_nbytes)
-            refuse_hopeless(resident, self.device, self.budget_nbytes, self.config.headroom)
+            self._at_rest.begins(list(resident_tensors(self.model, self.optimizers, batch)), self.budget_nbytes)
 
     def _observe(self, state: Observing | Waiting, batch: Any) -> Recording | None:
         """The recording of an observed forward; None if the forward is not observed."""

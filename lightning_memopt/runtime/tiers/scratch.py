@@ -76,11 +76,16 @@ class Scratch:
                 raise OSError(errno.EIO, f"the file ends {len(into)} bytes before what was written to it")
             into, offset = into[n:], offset + n
 
-    def pages(self, nbytes: int, offset: int) -> mmap.mmap:
-        """This part of the file as memory. Whoever writes there changes the memory, not the file. The offset is a multiple of
-        `mmap.ALLOCATIONGRANULARITY`. Remains when the file is closed. Raises OSError.
+    def pages(self, nbytes: int) -> mmap.mmap:
+        """The beginning of the file as memory, also after the file is closed. What is written to the file shows in the memory;
+        who writes to the memory changes that page alone. Raises OffloadError.
         """
-        return mmap.mmap(self._file.fileno(), nbytes, access=mmap.ACCESS_COPY, offset=offset)
+        try:
+            return mmap.mmap(self._file.fileno(), nbytes, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise OffloadError(
+                f"{nbytes} bytes of a file cannot be mapped: {error.strerror}; raise `ulimit -v`, or set offload='none'"
+            ) from error
 
     def _pwrite(self, data: memoryview, offset: int) -> int:
         if hasattr(os, "pwrite"):

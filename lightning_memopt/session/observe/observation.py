@@ -75,6 +75,7 @@ class Observation:
     meter: the workspaces of ops are measured.
     fixed: ids of the forward ops that no rebuild may run, because their inputs are updated early.
     opaque_ops: names of ops that gave other bits when they ran again. This step adds those that it sees.
+    overwritten: identities of the storages that ops wrote to. This step adds those that it sees.
     recompute: ops may run again. Otherwise nothing is evicted or verified, and no op of the graph is recomputable.
     one_of_many: the observed forward is one of many whose graphs are held; none has early updates.
     finals: where gradients became final; tensors are storage versions of the tape.
@@ -96,6 +97,7 @@ class Observation:
         opaque_ops: dict[str, str] | None = None,
         recompute: bool = True,
         one_of_many: bool = False,
+        overwritten: set[int] | None = None,
     ) -> None:
         self.model, self.optimizers, self.device = model, optimizers, device
         self.limit_nbytes, self.verify, self.meter = limit_nbytes, verify, meter
@@ -108,6 +110,7 @@ class Observation:
         self.peak_nbytes = 0
         self.opaque_ops: dict[str, str] = {} if opaque_ops is None else opaque_ops
         self.evicted = False
+        self.overwritten: set[int] = set() if overwritten is None else overwritten
         self._lost: set[int] = set()
         self._away_nbytes = 0  # of weights in a tier, which the graph has nevertheless
         self._unverified: set[str] = set()
@@ -381,6 +384,7 @@ class Observation:
 
     def _writes(self, t: torch.Tensor) -> None:
         """An op is about to write to the memory of `t`, which earlier forwards of this step may have read."""
+        self.overwritten.add(storage_id(t))
         for ref in self._engines:
             engine = ref()
             if engine is not None and storage_id(t) in engine.starts.on:

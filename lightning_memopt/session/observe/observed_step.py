@@ -30,11 +30,13 @@ class ObservedStep:
 
     now: its observation, None while no step is observed.
     effort: how much may be observed.
+    overwritten: identities of the storages that ops of observed steps wrote to.
     """
 
     def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], config: MemOptConfig, effort: Effort) -> None:
         self.now: Observation | None = None
         self.effort = effort
+        self.overwritten: set[int] = set()
         self._model = model
         self._optimizers = optimizers
         self._config = config
@@ -79,6 +81,7 @@ class ObservedStep:
             self._opaque_ops,
             self._config.recompute,
             one_of_many=self.effort.looks_at_last and not early,
+            overwritten=self.overwritten,
         )
         return self.now
 

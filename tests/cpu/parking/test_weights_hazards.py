@@ -238,3 +238,34 @@ def test_a_line_says_which_frozen_weights_stay() -> None:
         text = said.taken()
     assert "frozen weights stay on the device (4.12 KiB): their modules do not run once in the forward (0.base)" in text
     assert "frozen weights stay on the device (8.00 KiB): other tensors or processes have their memory, too" in text
+
+
+def test_weights_that_the_step_writes_through_data_stay() -> None:
+    """No version counter counts such writes, and off the CPU nothing else could see a later one."""
+
+    class Decaying(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data.mul_(0.99)
+            return super().forward(x)
+
+    def trained(parks: bool) -> tuple[list[bytes], Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), Decaying(64, 64), nn.Linear(64, 64))
+        for layer in model:
+            layer.weight.requires_grad_(False)
+        optimizer = optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        options = {"budget": "min", "offload": "disk", "max_slowdown": 1e6}
+        with optimize(model, optimizer, **options) if parks else contextlib.nullcontext() as run:
+            for _ in range(6):
+                optimizer.zero_grad()
+                model(torch.randn(8, 64)).square().mean().backward()
+                optimizer.step()
+            plan = run.plan if parks else None
+        return elements(p.detach() for p in model.parameters()), plan
+
+    with listening() as said:
+        bits, plan = trained(True)
+        text = said.taken()
+    assert bits == trained(False)[0]
+    assert {unit.module for unit in plan.weights} == {"0", "1", "2", "4"}
+    assert "the step writes weights of their modules (3)" in text
