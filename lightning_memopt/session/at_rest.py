@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from torch import nn, optim
 
@@ -105,8 +105,8 @@ class Rests:
     states: tuple[StateOf, ...] = ()
     units: tuple[UnitOf, ...] = ()
 
-    def __bool__(self) -> bool:
-        return bool(self.states or self.units)
+    def __len__(self) -> int:
+        return len(self.states) + len(self.units)
 
     @classmethod
     def of(cls, each: Iterable[StateOf | UnitOf]) -> Rests:
@@ -195,12 +195,11 @@ class AtRest(Part):
             return self._chosen(say, min(tries, key=lambda each: (each.seconds > most, each.nbytes)))
         if tries[-1].fits:
             assert tries[-1].solved is not None
-            some, bound = _fastest(tries[-1].solved.frontier, rests, limit_nbytes)
-            if some != rests:
+            some = _fastest(tries[-1].solved.frontier, rests, limit_nbytes)
+            if len(some) < len(rests):
                 tries.append(_Try.of(solve, self._in_step(graph, some), some, whole))
-            if rests.units:
-                bound = _least_seconds(graph, rests, limit_nbytes)
-            tries = [each.bounded(bound) for each in tries]
+            least = _least_seconds(graph, rests, limit_nbytes)
+            tries = [each.bounded(least) for each in tries]
         return self._chosen(say, min(tries, key=lambda each: (0, each.seconds) if each.fits else (1, each.nbytes)))
 
     def smallest(self, graph: Graph) -> Graph:
@@ -231,9 +230,9 @@ class AtRest(Part):
         return chosen.solved
 
 
-def _fastest(frontier: Frontier, rests: Rests, limit_nbytes: int) -> tuple[Rests, float]:
-    """What to park for the fastest step within the limit, and a bound on the extra seconds of all such steps, if only state
-    rests. `frontier`: of the step in which everything is parked.
+def _fastest(frontier: Frontier, rests: Rests, limit_nbytes: int) -> Rests:
+    """What to park for the fastest step within the limit, by the plans that are known. `frontier`: of the step in which
+    everything is parked.
 
     State that stays takes its bytes at every point of a step. So the plans of a step that parks less are those of the step
     that parks all, for a budget that is smaller by what stays. Weights that stay take no more than that.
@@ -241,18 +240,12 @@ def _fastest(frontier: Frontier, rests: Rests, limit_nbytes: int) -> tuple[Rests
     cheapest = rests.by_price()
     nbytes = [0, *accumulate(each.parking.nbytes for each in cheapest)]
     seconds = [0.0, *accumulate(each.parking.seconds for each in cheapest)]
-    counts = sorted({bisect_left(nbytes, k * nbytes[-1] / _SHARES) for k in range(_SHARES + 1)}, reverse=True)
     best = math.inf, len(cheapest)
-    least = 0.0
-    bound = math.inf
-    for count, fewer in pairwise(counts):
+    for count in sorted({bisect_left(nbytes, k * nbytes[-1] / _SHARES) for k in range(1, _SHARES + 1)}):
         with contextlib.suppress(InfeasibleError):
-            plan = frontier.plan(limit_nbytes - (nbytes[-1] - nbytes[count]))
-            copies = seconds[-1]  # those that the frontier adds
-            best = min(best, (plan.predicted.seconds - copies + seconds[count], count))
-            least = plan.lower_bound_seconds - copies
-        bound = min(bound, least + seconds[fewer])  # of a smaller budget, the bound is no less
-    return Rests.of(cheapest[: best[1]]), bound
+            plan = frontier.known_plan(limit_nbytes - (nbytes[-1] - nbytes[count]))
+            best = min(best, (plan.predicted.seconds - seconds[-1] + seconds[count], count))  # the plan has all copies
+    return Rests.of(cheapest[: best[1]])
 
 
 def _least_seconds(graph: Graph, rests: Rests, limit_nbytes: int) -> float:

@@ -177,7 +177,15 @@ class Frontier:
 
     def plan(self, budget_nbytes: int) -> Plan:
         """The plan for a budget, with its bound. Raises InfeasibleError as `within`."""
-        plan = replace(self._with_updates(self._plan(budget_nbytes)), regions=self.regions, tiles=self.tiles)
+        return self._whole(self._plan(budget_nbytes))
+
+    def known_plan(self, budget_nbytes: int) -> Plan:
+        """As `plan`, of the plans that were made already: a frontier that also parks would search for another one."""
+        return self._whole(Frontier._plan(self, budget_nbytes))
+
+    def _whole(self, plan: Plan) -> Plan:
+        """With all that was decided beside the lives."""
+        plan = replace(self._with_updates(plan), regions=self.regions, tiles=self.tiles)
         return with_rest(plan, self.states, self.weights)
 
     def _plan(self, budget_nbytes: int) -> Plan:
