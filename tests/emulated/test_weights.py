@@ -1,0 +1,92 @@
+"""Frozen weights in the host's memory: bits, bytes, the order of copies and kernels; models larger than the card."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from lightning_memopt import optimize, to_device
+from lightning_memopt.runtime.parked_weights import is_away
+from tests.emulated import device
+
+is_judged = device.is_emulated() and device.is_bits()
+pytestmark = pytest.mark.skipif(not is_judged, reason="the emulated device in bits mode: make emulated")
+
+MIB = 1 << 20
+
+
+class Block(nn.Module):
+    """Two frozen matrices of 1 MiB each, and a bias that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(256, 1024, bias=False), nn.Linear(1024, 256, bias=False)
+        self.bias = nn.Parameter(torch.zeros(256))
+        self.dropout = nn.Dropout(0.1)
+        for layer in (self.wide, self.narrow):
+            layer.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.narrow(nn.functional.gelu(self.wide(x)))) + self.bias
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(6)))
+
+
+def train(model: nn.Module, budget: Any, **options: Any) -> tuple[list[Tensor], Any]:
+    """The losses and trained weights of some steps, and the run's status."""
+    torch.manual_seed(1)
+    optimizer = optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+    losses = []
+
+    def loop() -> None:
+        for _ in range(7):
+            optimizer.zero_grad()
+            loss = model(torch.randn(64, 256, device="cuda")).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach().cpu())
+
+    status = None
+    if budget is None:
+        loop()
+    else:
+        with optimize(model, optimizer, budget=budget, max_slowdown=1e6, **options) as run:
+            loop()
+            status = run.status()
+    return [*losses, *(p.detach().cpu() for p in model.parameters())], status
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
+
+
+def test_weights_come_from_the_host() -> None:
+    """Bits are the plain ones, nothing is read before its copy has ended, and reserved bytes are as predicted."""
+    plain, _ = train(model_of().cuda(), None)
+    before = device.races()
+    without, least = train(model_of().cuda(), "min", offload="none")
+    found, status = train(model_of().cuda(), "min", offload="host")
+    assert equal(found, plain) and equal(without, plain) and device.races() == before
+    assert len(status.plan.weights) == 6 and least.plan.budget_nbytes - status.plan.budget_nbytes >= 6 * MIB
+    assert status.measured_peak_nbytes == status.predicted_peak_nbytes <= status.plan.budget_nbytes
+
+
+def test_a_model_that_never_was_on_the_card() -> None:
+    plain, _ = train(model_of().cuda(), None)
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_allocated()
+    model = to_device(model_of(), "cuda")
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    assert torch.cuda.memory_allocated() - held < MIB and all(p.is_cuda and is_away(p) for p in frozen)
+    copied = copy.deepcopy(model[0]).cpu()  # type: ignore[index]
+    assert torch.equal(copied.wide.weight, model_of()[0].wide.weight)  # type: ignore[index]
+    found, status = train(model, 8 * MIB, offload="host")
+    assert equal(found, plain) and status.plan.weights and all(map(is_away, frozen))
+    assert status.measured_peak_nbytes <= 8 * MIB < sum(p.nbytes for p in frozen)
