@@ -365,9 +365,14 @@ _away: set[int] = set()
 """Identities of the storages that have a tier's memory now. Whoever parked them keeps them alive."""
 
 
+def any_away() -> bool:
+    """Whether the memory of any tensor is in a tier."""
+    return bool(_away)
+
+
 def is_away(t: torch.Tensor) -> bool:
     """Whether the memory of `t` is in a tier, so that the device has none for it."""
-    return bool(_away) and storage_id(t) in _away
+    return storage_id(t) in _away
 
 
 def may_be_parked(weight: torch.Tensor) -> bool:

@@ -41,17 +41,10 @@ class Parameters:
 
     def trained(self) -> tuple[bool, ...]:
         """For each parameter, whether it requires a gradient."""
-        return tuple([p.requires_grad for p in self._now()])
-
-    def frozen(self) -> list[torch.Tensor]:
-        """The parameters that require none."""
-        return [p for p in self._now() if not p.requires_grad]
-
-    def _now(self) -> list[torch.Tensor]:
         self._asked += 1
         if self._changed():
             self._walk()
-        return [p for registered in self._registered for p in registered.values() if p is not None]
+        return tuple([p.requires_grad for registered in self._registered for p in registered.values() if p is not None])
 
     @property
     def device(self) -> torch.device | None:

@@ -23,7 +23,6 @@ from lightning_memopt.runtime.early_updates import Reason
 from lightning_memopt.runtime.frozen_units import frozen_units
 from lightning_memopt.runtime.parked import LEAST_NBYTES
 from lightning_memopt.runtime.parked_weights import ParkedWeights, may_be_parked, placed_in
-from lightning_memopt.session.parameters import Parameters
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.ranks.agreement import Agreement
@@ -69,7 +68,6 @@ class WeightsAtRest(Part):
         self._written = written
         self._say = say
         self._said: set[str] = set()
-        self._parameters = Parameters(model)
         self._frozen: list[tuple[int, int]] = []  # which weights there were when these were parked, and their storages
         self._parked = placed_in(model)
         self._placed = frozenset[str]() if self._parked is None else self._parked.paths  # before the run
@@ -86,7 +84,7 @@ class WeightsAtRest(Part):
         self.put_modules(tuple(unit.module for unit in weights))
 
     def put_modules(self, paths: tuple[str, ...]) -> None:
-        frozen = [(id(p), storage_id(p)) for p in self._parameters.frozen()] if paths else []
+        frozen = [(id(p), storage_id(p)) for p in self._frozen_now()] if paths else []
         if (paths, frozen) == (self._paths, self._frozen):
             return
         self._paths, self._frozen = paths, frozen
@@ -156,7 +154,7 @@ class WeightsAtRest(Part):
             weights = [w for path in paths for w in units[path].values()]
             self._stay(weights, f"{reason} ({', '.join(sorted(paths)[:3])}{', ...' if len(paths) > 3 else ''})")
         device = self.offloading.device
-        others = [p for p in self._parameters.frozen() if is_on(device, p.device) and not may_be_parked(p)]
+        others = [p for p in self._frozen_now() if is_on(device, p.device) and not may_be_parked(p)]
         if self.offloading.tier:
             self._stay(others, "other tensors or processes have their memory, too")
 
@@ -179,6 +177,9 @@ class WeightsAtRest(Part):
                 self._say(f"MemOpt: frozen weights are not parked: {what}. {fix}.")
             return {}
         return units
+
+    def _frozen_now(self) -> list[torch.Tensor]:
+        return [p for p in self.model.parameters() if not p.requires_grad]
 
     def _is_new(self, what: str) -> bool:
         """Whether the user was not told of it yet."""

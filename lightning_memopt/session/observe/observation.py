@@ -384,10 +384,11 @@ class Observation:
 
     def _writes(self, t: torch.Tensor) -> None:
         """An op is about to write to the memory of `t`, which earlier forwards of this step may have read."""
-        self.overwritten.add(storage_id(t))
+        storage = storage_id(t)
+        self.overwritten.add(storage)
         for ref in self._engines:
             engine = ref()
-            if engine is not None and storage_id(t) in engine.starts.on:
+            if engine is not None and storage in engine.starts.on:
                 engine.writes(t)
 
     def _end_round(self) -> None:
