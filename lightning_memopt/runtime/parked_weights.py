@@ -109,7 +109,7 @@ class _Weight:
         self._there, self._beside = shelf.put(self._bytes)  # beside: has the memory that the storage has not
         self._version = weight._version
         self._away_at, self._here_at = self._beside.data_ptr(), 0
-        weakref.finalize(self, _away.discard, storage_id(self._bytes)).atexit = False  # another storage may get this identity
+        weakref.finalize(self, AWAY.discard, storage_id(self._bytes)).atexit = False  # another storage may get this identity
         self._leave()
 
     @property
@@ -130,7 +130,7 @@ class _Weight:
 
     def _leave(self) -> None:
         self._native.exchange(self._bytes, self._beside)  # W1
-        _away.add(storage_id(self._bytes))
+        AWAY.add(storage_id(self._bytes))
         self._beside = _NOTHING  # the device's memory is freed
 
     def fetch(self) -> None:
@@ -143,7 +143,7 @@ class _Weight:
             self._here_at = beside.data_ptr()
             self._beside = beside
             self._native.exchange(self._bytes, beside)
-            _away.discard(storage_id(self._bytes))
+            AWAY.discard(storage_id(self._bytes))
 
     def drop(self) -> None:
         if self._is_at(self._here_at):
@@ -169,7 +169,7 @@ class _Weight:
             home = torch.empty(self.nbytes, dtype=torch.uint8, device=self._bytes.device)
             home.copy_(self._there)
             self._native.exchange(self._bytes, home)
-        _away.discard(storage_id(self._bytes))
+        AWAY.discard(storage_id(self._bytes))
 
 
 class _Unit:
@@ -361,18 +361,13 @@ def parks_of(model: nn.Module) -> ParkedWeights:
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-_away: set[int] = set()
+AWAY: set[int] = set()
 """Identities of the storages that have a tier's memory now. Whoever parked them keeps them alive."""
-
-
-def any_away() -> bool:
-    """Whether the memory of any tensor is in a tier."""
-    return bool(_away)
 
 
 def is_away(t: torch.Tensor) -> bool:
     """Whether the memory of `t` is in a tier, so that the device has none for it."""
-    return storage_id(t) in _away
+    return storage_id(t) in AWAY
 
 
 def may_be_parked(weight: torch.Tensor) -> bool:

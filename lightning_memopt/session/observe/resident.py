@@ -15,7 +15,7 @@ from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.graph.model import Kind
 from lightning_memopt.record import is_plain
 from lightning_memopt.runtime.parked_states import values_of
-from lightning_memopt.runtime.parked_weights import any_away, is_away
+from lightning_memopt.runtime.parked_weights import AWAY, is_away
 from lightning_memopt.session.forward.leaves import leaves_of
 from lightning_memopt.session.observe.graphs import pieces
 from lightning_memopt.torch_private import gradient_of, local_tensor
@@ -57,9 +57,8 @@ def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Named
 def sizes(tensors: Iterable[Named], device: torch.device) -> list[int]:
     """Bytes of each of the distinct storages of these tensors on the device. A weight that is away is not there."""
     seen = {}
-    away = any_away()
     for t, _, _ in tensors:
-        if is_on(device, t.device) and t.layout is torch.strided and not (away and is_away(t)):
+        if is_on(device, t.device) and t.layout is torch.strided and not (AWAY and is_away(t)):
             storage = t.untyped_storage()
             seen[storage._cdata] = storage.nbytes()
     return list(seen.values())
@@ -67,7 +66,7 @@ def sizes(tensors: Iterable[Named], device: torch.device) -> list[int]:
 
 def away_nbytes(model: nn.Module) -> int:
     """Bytes of the frozen weights of a model that are in a tier now."""
-    return sum(p.nbytes for p in model.parameters() if is_away(p)) if any_away() else 0
+    return sum(p.nbytes for p in model.parameters() if is_away(p)) if AWAY else 0
 
 
 def resident_nbytes(tensors: Iterable[Named], device: torch.device) -> int:
@@ -82,11 +81,10 @@ def foreign_nbytes(tensors: Iterable[Named], counts: native.Counter | None) -> i
     if counts is None:
         return 0
     seen = {}
-    away = any_away()
     for t, _, _ in tensors:
         if on_host(t.device) and is_plain(t):
             storage = t.untyped_storage()
-            if not (counts.counts(storage) or (away and is_away(t))):
+            if not (counts.counts(storage) or (AWAY and is_away(t))):
                 seen[storage._cdata] = storage.nbytes()
     return sum(seen.values())
 
