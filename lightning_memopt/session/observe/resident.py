@@ -58,9 +58,10 @@ def sizes(tensors: Iterable[Named], device: torch.device) -> list[int]:
     """Bytes of each of the distinct storages of these tensors on the device. A weight that is away is not there."""
     seen = {}
     for t, _, _ in tensors:
-        if is_on(device, t.device) and t.layout is torch.strided and not (AWAY and is_away(t)):
+        if is_on(device, t.device) and t.layout is torch.strided:
             storage = t.untyped_storage()
-            seen[storage._cdata] = storage.nbytes()
+            if storage._cdata not in AWAY:
+                seen[storage._cdata] = storage.nbytes()
     return list(seen.values())
 
 
@@ -84,7 +85,7 @@ def foreign_nbytes(tensors: Iterable[Named], counts: native.Counter | None) -> i
     for t, _, _ in tensors:
         if on_host(t.device) and is_plain(t):
             storage = t.untyped_storage()
-            if not (counts.counts(storage) or (AWAY and is_away(t))):
+            if storage._cdata not in AWAY and not counts.counts(storage):
                 seen[storage._cdata] = storage.nbytes()
     return sum(seen.values())
 
