@@ -206,9 +206,13 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "(`p.data = p.data.clone()`).",
     ),
     ("session/parked_weights.py", "MemOpt: frozen weights that the plan parks"): (
-        "The tier has no room for some of the weights that the plan parks. Bits are right, but a step "
-        "takes more bytes than predicted.",
-        "Give the tier more room, as the line says.",
+        "The tier has no room for some of the weights that the plan parks, or there is no native engine. Bits are right, but a "
+        "step takes more bytes than predicted.",
+        "Do what the line says.",
+    ),
+    ("session/parked_weights.py", "MemOpt: the frozen weights of"): (
+        "`to_device` parked them before the run. Without `offload`, a plan cannot decide which of them come to the device.",
+        "Set `offload` as the line says: the plan keeps those on the device for which the budget has room.",
     ),
     ("session/pooling.py", "MemOpt: no planned pool:"): (
         "The pool cannot be installed, for the reason named.",

@@ -50,8 +50,8 @@ _PREDICTED = (
 _LIFE = ("tensor", "born_at", "freed_at", "how", "forms", "form", "parked_nbytes")
 _REGION = ("key", "calls", "flops", "extra_flops", "rebuilt_ops", "saved_nbytes", "peak_nbytes", "lives")
 _TILES = ("module", "classes", "tokens", "rows", "columns", "unmade_nbytes", "threads", "ops", "assembled", "rounded")
-_STATE = ("parameter", "tier", "nbytes", "seconds")
-_WEIGHTS = ("module", "tier", "nbytes", "fetches", "seconds")
+_STATE = ("parameter", "tier", "nbytes", "copy_seconds", "seconds")
+_WEIGHTS = ("module", "tier", "nbytes", "beside", "copy_seconds", "seconds")
 _ADDRESSES = ("nbytes", "offsets", "until", "arena_nbytes", "max_live_nbytes", "needed_nbytes")
 _OLD_NAMES: dict[int, dict[str, str]] = {
     8: {},
@@ -171,7 +171,7 @@ def _plan(fields: Fields, graph: Graph, schema: int) -> Plan:
         updates=() if old else tuple(fields.ints("updates", None, 0, len(graph.tensors) - 1)),
         regions=() if schema < _SINCE["regions"] else tuple(_regions(fields)),
         tiles=() if schema < _SINCE["tiles"] else tuple(_tiles(fields)),
-        states=() if schema < _SINCE["states"] else tuple(_states(fields)),
+        states=() if schema < _SINCE["states"] else tuple(_states(fields, schema)),
         weights=() if schema < _SINCE["weights"] else tuple(_weights(fields)),
         addresses=None if schema < _SINCE["addresses"] or fields.value("addresses") is None else _addresses(fields),
         solver=fields.string("solver"),
@@ -269,13 +269,15 @@ def _tiles(fields: Fields) -> Iterator[TiledHead]:
         yield TiledHead(module=head.string("module"), **sizes, **names)
 
 
-def _states(fields: Fields) -> Iterator[StateParking]:
+def _states(fields: Fields, schema: int) -> Iterator[StateParking]:
+    copies = "copy_seconds" if schema > 8 else "seconds"  # before, a step waited for all of them
     for i, each in enumerate(fields.objects("states")):
-        state = Fields(each, f"plan.states[{i}]", _STATE)
+        state = Fields(each, f"plan.states[{i}]", tuple(key for key in _STATE if key != "copy_seconds" or schema > 8))
         yield StateParking(
             parameter=state.string("parameter"),
             tier=state.string("tier"),
             nbytes=state.integer("nbytes", 1),
+            copy_seconds=state.number(copies),
             seconds=state.number("seconds"),
         )
 
@@ -287,7 +289,8 @@ def _weights(fields: Fields) -> Iterator[WeightParking]:
             module=unit.string("module"),
             tier=unit.string("tier"),
             nbytes=unit.integer("nbytes", 1),
-            fetches=unit.integer("fetches", 1),
+            beside=tuple(unit.strings("beside")),
+            copy_seconds=unit.number("copy_seconds"),
             seconds=unit.number("seconds"),
         )
 

@@ -154,12 +154,14 @@ class StateParking:
     parameter: the name of the parameter.
     tier: the name of the tier.
     nbytes: bytes of its state that are parked.
-    seconds: how long the copies of a step take, out and back.
+    copy_seconds: how long the copies of a step take, out and back.
+    seconds: how long the step waits for them.
     """
 
     parameter: str
     tier: str
     nbytes: int
+    copy_seconds: float
     seconds: float
 
 
@@ -171,14 +173,17 @@ class WeightParking:
     module: the module's path in the model.
     tier: the name of the tier.
     nbytes: bytes of its weights.
-    fetches: how often they are copied to the device in a step.
-    seconds: how long the copies of a step take.
+    beside: for each time that a step copies them to the device, the module that computes meanwhile: the copy begins when the
+        weights of that module are there. "": the copy begins when this module is called, or its backward begins.
+    copy_seconds: how long the copies of a step take.
+    seconds: how long the step waits for them.
     """
 
     module: str
     tier: str
     nbytes: int
-    fetches: int
+    beside: tuple[str, ...]
+    copy_seconds: float
     seconds: float
 
 
@@ -277,7 +282,8 @@ def states_text(states: Sequence[StateParking]) -> str:
 def weights_text(weights: Sequence[WeightParking]) -> str:
     """A text: how many frozen weights are parked, and where."""
     nbytes = format_nbytes(sum(unit.nbytes for unit in weights))
-    return f"the frozen weights of {len(weights)} modules ({nbytes}), in the {weights[0].tier} tier"
+    ahead = ", each copied while the one before it computes" if any(any(unit.beside) for unit in weights) else ""
+    return f"the frozen weights of {len(weights)} modules ({nbytes}), in the {weights[0].tier} tier{ahead}"
 
 
 def tiles_text(tiles: Sequence[TiledHead]) -> str:

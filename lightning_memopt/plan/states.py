@@ -22,23 +22,26 @@ class StateOf:
 
     parking: what is parked of it, and what that costs.
     sizes: bytes of each tensor of the graph that is parked, as the device's allocator gives them.
+    back_seconds: how long the copies back take.
     """
 
     parking: StateParking
     sizes: tuple[int, ...]
+    back_seconds: float = 0.0
 
     def and_of(self, other: StateOf) -> StateOf:
         """This state and that which another optimizer has of the same parameter."""
         one, two = self.parking, other.parking
-        parking = replace(one, nbytes=one.nbytes + two.nbytes, seconds=one.seconds + two.seconds)
-        return StateOf(parking, self.sizes + other.sizes)
+        copy_seconds = one.copy_seconds + two.copy_seconds
+        parking = replace(one, nbytes=one.nbytes + two.nbytes, copy_seconds=copy_seconds, seconds=one.seconds + two.seconds)
+        return StateOf(parking, self.sizes + other.sizes, self.back_seconds + other.back_seconds)
 
 
 @dataclass(frozen=True)
 class Chunk:
     """Parameters that the update after backward updates together.
 
-    nbytes: bytes of their parked state.
+    nbytes: bytes of their parked state, and of that of the next chunk, which comes meanwhile.
     beside_nbytes: bytes that their update takes in addition to weights, gradients and state.
     """
 

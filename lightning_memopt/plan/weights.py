@@ -3,6 +3,9 @@
 A *unit* is a module whose frozen weights come and go together: a block of a transformer. They come when it is called, and go
 when the call is over. In backward, they come before the first node of the unit, and go when those of another unit come, or when
 backward is over. So in the graph such a weight is a tensor with windows.
+
+Units may also be copied *ahead*: the copy for a unit begins as soon as the unit before it is there, and runs while that one
+computes. Then two units are on the device at once, and the step waits only for what takes longer than this computing.
 """
 
 from __future__ import annotations
@@ -13,8 +16,6 @@ from itertools import groupby
 
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.graph.model import around
-
-Window = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -59,18 +60,43 @@ def movable(graph: Graph, units: Sequence[Unit]) -> tuple[list[Unit], dict[str, 
         others |= dict.fromkeys(broken, "their modules do not run at one time in backward")
 
 
-def windows_of(graph: Graph, units: Sequence[Unit]) -> dict[str, tuple[Window, ...]]:
-    """Path of a unit -> the intervals of points in which its weights are on the device, where all of these units are parked."""
-    windows: dict[str, tuple[Window, ...]] = {}
-    for unit in units:
-        first, end = graph.unbroken[unit.path]
-        windows[unit.path] = ((graph.ops[first].at, graph.ops[end - 1].at),)
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """The weights of a unit come to the device and go again.
+
+    begins_at: the point before which the copy begins.
+    needed_at: the point before which it must have ended.
+    ends_at: the last point at which the weights are on the device.
+    beside: the unit that is there already when the copy begins, and computes beside it; "": none, the step waits for the copy.
+    """
+
+    begins_at: int
+    needed_at: int
+    ends_at: int
+    beside: str = ""
+
+
+def fetches_of(graph: Graph, units: Sequence[Unit], ahead: bool) -> dict[str, tuple[Fetch, ...]]:
+    """Path of a unit -> its fetches in a step in which all of these units are parked: one in the forward, one in backward if it
+    is read there. `ahead`: they are copied ahead.
+    """
+    first_ops = sorted((graph.unbroken[unit.path], unit.path) for unit in units)
+    forward = [(path, graph.ops[first].at, graph.ops[end - 1].at) for (first, end), path in first_ops]
     over = max((op.at for op in graph.ops if op.phase == "backward"), default=BEFORE)
-    runs = _in_backward(graph, units)
-    ends = [first - 1 for first, _ in runs[1:]] + [over]
-    for (first, unit), end in zip(runs, ends, strict=False):
-        windows[unit.path] += ((first, end),)
-    return windows
+    runs = [(unit.path, point) for point, unit in _in_backward(graph, units)]
+    ends = [point - 1 for _, point in runs[1:]] + [over]
+    backward = [(path, point, end) for (path, point), end in zip(runs, ends, strict=False)]  # there may be no run
+    fetches: dict[str, tuple[Fetch, ...]] = {unit.path: () for unit in units}
+    for direction in (forward, backward):
+        for i, (path, point, end) in enumerate(direction):
+            before, begins_at, _ = direction[i - 1] if ahead and i else ("", point, end)
+            fetches[path] += (Fetch(begins_at, point, end, before),)
+    return fetches
+
+
+def beside_seconds(graph: Graph, fetch: Fetch) -> float:
+    """Seconds that the unmodified step computes while the copy of a fetch runs."""
+    return sum(op.seconds for op in graph.ops if fetch.begins_at <= op.at < fetch.needed_at)
 
 
 def _in_backward(graph: Graph, units: Sequence[Unit]) -> list[tuple[int, Unit]]:
@@ -96,11 +122,12 @@ def _paths(graph: Graph, op: int) -> Iterator[str]:
     return around(graph.ops[op].scope.partition("#")[0]) if op < len(graph.forward) else iter(())
 
 
-def parked_weights(graph: Graph, units: Sequence[Unit]) -> Graph:
+def parked_weights(graph: Graph, units: Sequence[Unit], ahead: bool) -> Graph:
     """The step of this graph with these units in a tier. Points and ids are those of `graph`."""
     tensors = list(graph.tensors)
-    windows = windows_of(graph, units)
+    fetches = fetches_of(graph, units, ahead)
     for unit in units:
+        windows = tuple((fetch.begins_at, fetch.ends_at) for fetch in fetches[unit.path])
         for t in unit.weights:
-            tensors[t] = replace(tensors[t], windows=windows[unit.path], freed_at=windows[unit.path][-1][1])
+            tensors[t] = replace(tensors[t], windows=windows, freed_at=windows[-1][1])
     return replace(graph, tensors=tuple(tensors))

@@ -3,7 +3,8 @@
 The tensors stay the user's own objects. Only their storages are emptied and filled again, so the optimizer computes the bits
 that it computes without us. A parameter's state is a dict (`ParkedState`) whose tensors come back when they are read, whoever
 reads them: the update, `state_dict()`, a loop that logs a norm. `Optimizer.step` goes through its groups one after the other:
-for one step, `_Chunks` gives it smaller groups, so that the state of only a few parameters is on the device.
+for one step, `_Chunks` gives it smaller groups, so that the state of only a few parameters is on the device: that of the chunk
+which is updated and, if both take no more than the largest chunk, that of the next one, which comes while this one goes.
 
 S1. A storage is emptied only after its copy out has ended, and its copy is dropped only after the copy back has: whatever fails
     or is interrupted, one of the two has all bytes.
@@ -20,7 +21,8 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
@@ -39,18 +41,35 @@ from lightning_memopt.torch_private import storage_id, storage_use_count, tensor
 _CHUNK_NBYTES = 32 << 20
 """The most state that a usual step has on the device at a time, if no parameter has more."""
 _CHUNKS = 16
-"""Where that is more, a chunk has this part of all state: a step of so many chunks takes little longer."""
+"""Where that is more, a usual step has this part of all state on the device: a step of so many parts takes little longer."""
+
+
+@dataclass(frozen=True)
+class GroupChunk:
+    """Parameters of a group that a step updates together.
+
+    group: their group.
+    params: these parameters.
+    nbytes: bytes of their state that is parked.
+    comes_ahead: it is copied back while the chunk before it is updated.
+    """
+
+    group: dict[str, Any]
+    params: list[torch.Tensor]
+    nbytes: int
+    comes_ahead: bool
 
 
 class ParkedState(dict[Any, Any]):
     """The state of one parameter. A tensor that is away has no bytes until somebody reads it.
 
     away: name of a tensor -> its bytes in the tier.
+    coming: name of a tensor that is away and has memory already -> whether its copy back was queued.
 
     Many methods: each way to read or change a dict.
     """
 
-    __slots__ = ("_read", "away")
+    __slots__ = ("_read", "away", "coming")
 
     def __init__(self, state: Any = (), read: Callable[[ParkedState, Any], None] = lambda state, name: None) -> None:
         """`read(self, name)`: a tensor that is away is read, and has its bytes when this returns. Code that makes another dict
@@ -58,6 +77,7 @@ class ParkedState(dict[Any, Any]):
         """
         super().__init__(state)
         self.away: dict[Any, Stored] = {}
+        self.coming: dict[Any, bool] = {}
         self._read = read
 
     def plain(self) -> dict[Any, Any]:
@@ -230,13 +250,16 @@ class ParkedStates:
         """The groups of the step that runs in this frame, in chunks. A chunk's state is parked when the next one begins."""
         groups = self._groups or self.optimizer.param_groups
         self._give_back_groups()  # whatever the step raises, it has them back
+        chunks = chunks_of(groups, self._nbytes)
         with self._update():
-            for group in groups:
-                for chunk in chunks_of(group["params"], self._nbytes):
-                    yield {**group, "params": chunk}
-                    held = _held_by(step)
-                    for p in filter(self.has, chunk):
-                        self._park(p, held)
+            for chunk, following in zip(chunks, [*chunks[1:], None], strict=True):
+                if following is not None and following.comes_ahead:
+                    for p in filter(self.has, following.params):
+                        self._begin(p)
+                yield {**chunk.group, "params": chunk.params}
+                held = _held_by(step)
+                for p in filter(self.has, chunk.params):
+                    self._park(p, held)
 
     @contextlib.contextmanager
     def updating(self, p: torch.Tensor) -> Iterator[None]:
@@ -271,6 +294,8 @@ class ParkedStates:
                     return
                 states[p] = ParkedState(states[p], self._read)
             state = states[p]
+            for name in tuple(state.coming):  # the update left it out
+                self._stop(state, name)
             for name in tuple(dict.keys(state)):
                 if name not in state.away and may_be_parked(dict.__getitem__(state, name)):
                     self._park_one(state, name, held)
@@ -296,17 +321,44 @@ class ParkedStates:
             t.untyped_storage().resize_(0)
 
     @uncompiled
+    def _begin(self, p: torch.Tensor) -> None:
+        """Begin to copy back the state of a parameter that is updated next. Without room for it, it comes when it is read."""
+        with self._lock, contextlib.suppress(torch.OutOfMemoryError):
+            state = self.optimizer.state.get(p)
+            if type(state) is ParkedState:
+                for name in state.away:
+                    if name not in state.coming:
+                        self._begin_one(state, name)
+
+    def _begin_one(self, state: ParkedState, name: Any) -> None:
+        t, stored = dict.__getitem__(state, name), state.away[name]
+        with below_autograd(), unwatched():
+            state.coming[name] = False
+            t.untyped_storage().resize_(stored.nbytes)
+            stored.fetch(bytes_of(t))
+            state.coming[name] = True
+
+    def _stop(self, state: ParkedState, name: Any) -> None:
+        """What came back is not needed."""
+        with below_autograd(), unwatched():
+            with contextlib.suppress(OffloadError):
+                state.away[name].wait_fetched()
+            dict.__getitem__(state, name).untyped_storage().resize_(0)
+        del state.coming[name]
+
+    @uncompiled
     def _read(self, state: ParkedState, name: Any) -> None:
         """A tensor that is away is read: fill its storage again."""
         with self._lock:
             stored = state.away.get(name)
             if stored is None:
                 return
-            t: torch.Tensor = dict.__getitem__(state, name)
+            if not state.coming.get(name):
+                self._begin_one(state, name)
+            state.coming[name] = False  # a copy that fails, or whose wait is interrupted, begins anew
             with below_autograd(), unwatched():
-                t.untyped_storage().resize_(stored.nbytes)
-                stored.fetch(bytes_of(t))
                 stored.wait_fetched()
+            del state.coming[name]
             del state.away[name]  # S1: after the copy back
             stored.release()
             self.moved_nbytes += 2 * stored.nbytes if self._updating else 0
@@ -332,13 +384,26 @@ def _before_fork() -> None:
 os.register_at_fork(before=_before_fork)
 
 
-def chunks_of(params: Sequence[torch.Tensor], parked: Mapping[int, int]) -> list[list[torch.Tensor]]:
-    """Parts of a group, in the order of its parameters, so that state is made in the order of the plain run. A part has state
-    that is parked, a chunk of it, or state that stays; small parameters are in the part of those before them.
-    `parked`: identity of a parameter whose state is parked -> bytes of that state.
+def chunks_of(groups: Iterable[dict[str, Any]], parked: Mapping[int, int]) -> list[GroupChunk]:
+    """The chunks of a step, in the order of groups and parameters, so that state is made in the order of the plain run. A chunk
+    has state that is parked, or state that stays; small parameters are in the chunk of those before them. `parked`: identity of
+    a parameter whose state is parked -> bytes of that state.
     """
+    most = min(_CHUNK_NBYTES, sum(parked.values()) // _CHUNKS)
+    parts = [(group, part) for group in groups for part in _parts(group["params"], parked, most // 2)]
+    sizes = [sum(parked.get(id(p), 0) for p in part) for _, part in parts]
+    most = max(most, *sizes, 0)
+    before = [most, *sizes]
+    return [
+        GroupChunk(group, part, nbytes, 0 < nbytes <= most - nbytes_before)
+        for (group, part), nbytes, nbytes_before in zip(parts, sizes, before, strict=False)
+    ]
+
+
+def _parts(params: Sequence[torch.Tensor], parked: Mapping[int, int], most: int) -> list[list[torch.Tensor]]:
+    """Parts of a group with `most` bytes of parked state, or one parameter."""
     parts: list[list[torch.Tensor]] = [[]]
-    most = room = min(_CHUNK_NBYTES, sum(parked.values()) // _CHUNKS)
+    room = most
     stays: bool | None = None
     for p in params:
         nbytes = parked.get(id(p), 0)

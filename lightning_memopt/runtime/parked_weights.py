@@ -4,9 +4,15 @@ A weight that is away is not empty: its storage has the tier's own memory, which
 that is away gets its bits, only slower: a node of backward that runs in another order, a checkpoint, a loop that logs a norm.
 Whoever writes to it, writes to the tier.
 
+A weight may be copied ahead of its module, on a stream of its own, while another module computes. Until its module runs, it
+stays away: its storage has the tier's memory.
+
 W1. The tier has a weight's bytes before its storage gets the tier's memory, and keeps them until the run is over.
 W2. A weight that was written while it was on the device is copied to the tier before the device's memory is freed.
 W3. At the end of a run all weights are on the device again, in memory of torch's allocator.
+W4. A copy ahead begins after all work that was queued on the current stream, so after that which used its memory before. The
+    module's work begins after the copy, and so does whatever gets this memory next. If the weight was written meanwhile, it is
+    copied again.
 """
 
 from __future__ import annotations
@@ -18,21 +24,23 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
+from lightning_memopt.device.backends import backend_of
 from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.native import counter_of
 from lightning_memopt.native.engine import loaded
+from lightning_memopt.plan import WeightParking
 from lightning_memopt.record import beneath_calls, fills, is_plain, uncompiled, unwatched
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of, in_shared_memory
 from lightning_memopt.runtime.tiers.base import buffer
 from lightning_memopt.runtime.tiers.scratch import Scratch
-from lightning_memopt.runtime.tiers.streams import HostPool
+from lightning_memopt.runtime.tiers.streams import HostPool, copy, marked, queued_on
 from lightning_memopt.torch_private import (
     backward_task,
     is_copied_on_write,
@@ -44,6 +52,10 @@ from lightning_memopt.units import round_up
 
 ALIGN_NBYTES = mmap.ALLOCATIONGRANULARITY
 """Each weight begins on a page: a kernel may take another path for memory that is not aligned to 64 bytes, as torch's is."""
+
+
+Direction = Literal["forward", "backward"]
+_DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 
 
 class Shelf:
@@ -109,6 +121,8 @@ class _Weight:
         self._there, self._beside = shelf.put(self._bytes)  # beside: has the memory that the storage has not
         self._version = weight._version
         self._away_at, self._here_at = self._beside.data_ptr(), 0
+        self._coming: torch.Tensor | None = None  # gets a copy ahead
+        self._copied_version: int | None = None  # what the copy ahead has, once it is queued
         weakref.finalize(self, AWAY.discard, storage_id(self._bytes)).atexit = False  # another storage may get this identity
         self._leave()
 
@@ -133,17 +147,40 @@ class _Weight:
         AWAY.add(storage_id(self._bytes))
         self._beside = _NOTHING  # the device's memory is freed
 
-    def fetch(self) -> None:
+    def take_memory(self) -> None:
+        """Take memory on the device for a copy ahead."""
         if self.is_away and self.parks(self._weight):
-            counter = counter_of(self._bytes.device)
-            with contextlib.nullcontext() if counter is None else counter.hidden():  # an observed step has its weights already
-                beside = torch.empty(self.nbytes, dtype=torch.uint8, device=self._bytes.device)
-            beside.copy_(self._there, non_blocking=True)
+            self._copied_version = None
+            self._coming = self._empty()
+
+    def copy_ahead(self) -> None:
+        """Queue the copy on the current stream, which is not that of the module."""
+        if self._coming is not None:
+            version = self._weight._version
+            copy(self._coming, self._there)
+            self._copied_version = version
+
+    def fetch(self) -> None:
+        """The weight is on the device, for work on the current stream. A copy ahead has ended for that stream."""
+        beside, self._coming = self._coming, None
+        if self.is_away and self.parks(self._weight):
             self._version = self._weight._version
+            if beside is None or self._copied_version != self._version:
+                beside = self._empty() if beside is None else beside
+                copy(beside, self._there)
             self._here_at = beside.data_ptr()
             self._beside = beside
             self._native.exchange(self._bytes, beside)
             AWAY.discard(storage_id(self._bytes))
+
+    def stop(self) -> None:
+        """No copy ahead is wanted. That which was queued has ended for the current stream."""
+        self._coming = None
+
+    def _empty(self) -> torch.Tensor:
+        counter = counter_of(self._bytes.device)
+        with contextlib.nullcontext() if counter is None else counter.hidden():  # an observed step has its weights already
+            return torch.empty(self.nbytes, dtype=torch.uint8, device=self._bytes.device)
 
     def drop(self) -> None:
         if self._is_at(self._here_at):
@@ -175,11 +212,17 @@ class _Weight:
 class _Unit:
     """The parked weights of one module. Raises OffloadError where there is no room for them.
 
+    device: the device of all of them.
     calls: how many calls of the module are running.
+    next: for the forward and for backward, the unit that is copied ahead while this one computes.
     """
 
     def __init__(self, module: nn.Module, weights: Sequence[torch.Tensor], shelf: Shelf, native: Any) -> None:
         self.calls = 0
+        self.device = weights[0].device
+        self.next: dict[Direction, _Unit] = {}
+        self._streams = backend_of(self.device).streams
+        self._copied: Any = None  # an event: a copy ahead has ended
         self._module = weakref.ref(module)
         self.listening = contextlib.ExitStack()
         self._shelf = shelf
@@ -202,10 +245,38 @@ class _Unit:
     def away_nbytes(self) -> int:
         return sum(weight.nbytes for weight in self._weights if weight.is_away)
 
+    def copy_ahead(self, stream: Any) -> None:
+        """Begin to copy what is away, on this stream (W4). Without room for it, it is copied when it is needed."""
+        if self._copied is not None:
+            return
+        with below_autograd(), unwatched(), contextlib.suppress(torch.OutOfMemoryError):
+            for weight in self._weights:
+                weight.take_memory()
+        stream.wait_event(marked(self._streams, self._streams.current_stream(self.device)))
+        try:
+            with queued_on(self._streams, stream, self.device), unwatched():
+                for weight in self._weights:
+                    weight.copy_ahead()
+        finally:
+            self._copied = marked(self._streams, stream)
+
+    def _wait_copied(self) -> None:
+        if self._copied is not None:
+            self._streams.current_stream(self.device).wait_event(self._copied)  # W4
+            self._copied = None
+
     def fetch(self) -> None:
         with below_autograd(), unwatched():
+            self._wait_copied()
             for weight in self._weights:
                 weight.fetch()
+
+    def stop(self) -> None:
+        """What was copied ahead is not needed."""
+        with below_autograd(), unwatched():
+            self._wait_copied()
+            for weight in self._weights:
+                weight.stop()
 
     def drop(self) -> None:
         with below_autograd(), unwatched():
@@ -215,6 +286,7 @@ class _Unit:
     def close(self) -> None:
         """W3. May be called again: a weight for which there is no room raises, and stays in the tier."""
         self.listening.close()
+        self.stop()
         with below_autograd(), unwatched():
             while self._weights:
                 self._weights[-1].close()
@@ -232,6 +304,8 @@ class ParkedWeights:
         self.moved_nbytes = 0
         self._lock = threading.RLock()
         self._in_backward: _Unit | None = None
+        self._coming: _Unit | None = None
+        self._streams: dict[torch.device, Any] = {}  # for copies ahead
         self._units: dict[str, _Unit] = {}
 
     @property
@@ -242,15 +316,29 @@ class ParkedWeights:
     def put(self, path: str, module: nn.Module, weights: Sequence[torch.Tensor], directory: str | None = None) -> None:
         """Park the weights of a module, which are on one device, from now on. `directory`: for files; None: the system's.
 
-        Needs the native engine. Raises OffloadError.
+        Raises OffloadError.
         """
+        native = loaded()
+        if native is None:
+            raise OffloadError("the native engine is not there; install a C++ compiler")
         room = sum(round_up(w.nbytes, ALIGN_NBYTES) for w in weights)
-        unit = self._units[path] = _Unit(module, weights, Shelf(room, directory, weights[0].device), loaded())
+        unit = self._units[path] = _Unit(module, weights, Shelf(room, directory, weights[0].device), native)
         unit.listening.enter_context(beneath_calls({path: module}, partial(self._called, unit), shares=True))
 
     def has(self, path: str, module: nn.Module, weights: Sequence[torch.Tensor]) -> bool:
         """Whether these weights of this module are parked, and no others: the loop may have replaced it, or some of them."""
         return path in self._units and self._units[path].has(module, weights)
+
+    def copy_ahead(self, weights: Iterable[WeightParking]) -> None:
+        """From now on, copy these weights ahead where they say so, and no others."""
+        for unit in self._units.values():
+            unit.next = {}
+        for parking in weights:
+            unit = self._units.get(parking.module)
+            for direction, path in zip(_DIRECTIONS, parking.beside, strict=False):
+                before = self._units.get(path)
+                if unit is not None and before is not None and copies_overlap(unit.device):
+                    before.next[direction] = unit
 
     def home(self, paths: Iterable[str]) -> None:
         """The weights of these modules are on the device from now on, as without us. Raises torch.OutOfMemoryError where there
@@ -260,6 +348,8 @@ class ParkedWeights:
         for path in tuple(paths):
             self._units[path].close()
             del self._units[path]
+        for unit in self._units.values():
+            unit.next = {}
 
     def close(self) -> None:
         """All weights are on the device from now on. May be called again."""
@@ -269,8 +359,14 @@ class ParkedWeights:
     def backward_ended(self) -> None:
         with self._lock:
             unit, self._in_backward = self._in_backward, None
+            self._stop_copying()
             if unit is not None and not unit.calls:
                 unit.drop()
+
+    def _stop_copying(self) -> None:
+        unit, self._coming = self._coming, None
+        if unit is not None:
+            unit.stop()
 
     # -- a unit runs ---------------------------------------------------------------------------------
 
@@ -289,7 +385,7 @@ class ParkedWeights:
     def _begins(self, unit: _Unit) -> None:
         with self._lock:
             if backward_task() == -1:
-                self._fetch(unit)
+                self._fetch(unit, "forward")
             else:  # a checkpoint runs the module again: its backward follows
                 self._backward_in(unit)
             unit.calls += 1
@@ -301,15 +397,25 @@ class ParkedWeights:
             if not unit.calls and unit is not self._in_backward:
                 unit.drop()
 
-    def _fetch(self, unit: _Unit) -> None:
-        nbytes = unit.away_nbytes
+    def _fetch(self, unit: _Unit, direction: Direction) -> None:
+        if self._coming is not unit:
+            self._stop_copying()
+        nbytes, self._coming = unit.away_nbytes, None
         try:
             unit.fetch()
+            following = self._coming = unit.next.get(direction)
+            if following is not None:
+                following.copy_ahead(self._stream_of(following.device))
         except BaseException:
             if not unit.calls:
                 unit.drop()
             raise
         self.moved_nbytes += nbytes
+
+    def _stream_of(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            self._streams[device] = backend_of(device).streams.Stream(device)
+        return self._streams[device]
 
     @uncompiled
     def _before_backward(self, unit: _Unit, nodes: set[Any]) -> None:
@@ -327,7 +433,7 @@ class ParkedWeights:
                 queue_callback(self.backward_ended)
             elif not before.calls:
                 before.drop()
-            self._fetch(unit)
+            self._fetch(unit, "backward")
 
 
 @uncompiled
@@ -368,6 +474,11 @@ AWAY: set[int] = set()
 def is_away(t: torch.Tensor) -> bool:
     """Whether the memory of `t` is in a tier, so that the device has none for it."""
     return storage_id(t) in AWAY
+
+
+def copies_overlap(device: torch.device) -> bool:
+    """Whether a device computes while weights are copied to it. On the CPU both are the work of the same cores."""
+    return not on_host(device)
 
 
 def may_be_parked(weight: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -21,6 +21,7 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.plan import StateParking, WeightParking, states_text, weights_text
 from lightning_memopt.plan.simulate import fixed_levels
 from lightning_memopt.plan.states import StateOf
+from lightning_memopt.runtime.parked_weights import copies_overlap
 from lightning_memopt.session.judge.states import Running
 from lightning_memopt.session.observe.resident import Named, resident_nbytes
 from lightning_memopt.session.parked_states import StatesAtRest
@@ -40,6 +41,45 @@ _SHARES = 4
 
 
 @dataclass(frozen=True)
+class Rests:
+    """What is parked in a step: the optimizer state of these parameters, and the weights of these modules.
+
+    ahead: the weights of a module are copied while the module before it computes.
+    """
+
+    states: tuple[StateOf, ...] = ()
+    units: tuple[UnitOf, ...] = ()
+    ahead: bool = False
+
+    def __len__(self) -> int:
+        return len(self.states) + len(self.units)
+
+    def only(self, each: Sequence[StateOf | UnitOf]) -> Rests:
+        """Of these, what is in `each`."""
+        states = tuple(e for e in each if isinstance(e, StateOf))
+        return replace(self, states=states, units=tuple(e for e in each if isinstance(e, UnitOf)))
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step that waits for all copies."""
+        return sum(each.parking.seconds for each in (*self.states, *self.units))
+
+    @property
+    def parked_states(self) -> tuple[StateParking, ...]:
+        return tuple(state.parking for state in self.states)
+
+    @property
+    def parked_weights(self) -> tuple[WeightParking, ...]:
+        return tuple(unit.parking for unit in self.units)
+
+    def by_price(self) -> list[StateOf | UnitOf]:
+        """Those whose copies take least for each byte first, of several the largest."""
+        return sorted(
+            (*self.states, *self.units), key=lambda each: (each.parking.seconds / each.parking.nbytes, -each.parking.nbytes)
+        )
+
+
+@dataclass(frozen=True)
 class _Try:
     """What was solved for a step in which this is parked.
 
@@ -48,31 +88,28 @@ class _Try:
     lines: what was to be said.
     """
 
-    states: tuple[StateParking, ...]
-    weights: tuple[WeightParking, ...]
+    rests: Rests
     solved: Solved | None
     refusal: InfeasibleError | None
     lines: tuple[str, ...]
 
     @classmethod
-    def of(cls, solve: Solve, graph: Graph, rests: Rests | None = None, whole: _Try | None = None) -> _Try:
+    def of(cls, solve: Solve, graph: Graph, rests: Rests, whole: _Try | None = None) -> _Try:
         """`whole`: that of the step with nothing parked."""
         lines: list[str] = []
-        rests = Rests() if rests is None else rests
-        states = tuple(state.parking for state in rests.states)
-        weights = tuple(unit.parking for unit in rests.units)
         try:
             solved = solve(graph, lines.append)
         except InfeasibleError as error:
             smallest, budget = error.smallest_nbytes, error.budget_nbytes
             refusal = InfeasibleError(str(error), smallest_nbytes=smallest, budget_nbytes=budget)
-            return cls(states, weights, None, refusal, tuple(lines))
-        if states or weights:
+            return cls(rests, None, refusal, tuple(lines))
+        if rests:
+            states, weights = rests.parked_states, rests.parked_weights
             unmodified = (solved if whole is None or whole.solved is None else whole.solved).plan.unmodified_peak_nbytes
             plan = replace(with_rest(solved.plan, states, weights), unmodified_peak_nbytes=unmodified)
             frontier = replace(solved.frontier, states=states, weights=weights, unmodified_peak_nbytes=unmodified)
             solved = solved._replace(plan=plan, frontier=frontier)
-        return cls(states, weights, solved, None, tuple(lines))
+        return cls(rests, solved, None, tuple(lines))
 
     @property
     def fits(self) -> bool:
@@ -96,28 +133,6 @@ class _Try:
         plan = self.solved.plan
         plan = replace(plan, lower_bound_seconds=min(seconds, plan.lower_bound_seconds))
         return replace(self, solved=self.solved._replace(plan=plan))
-
-
-@dataclass(frozen=True)
-class Rests:
-    """What is parked in a step: the optimizer state of these parameters, and the weights of these modules."""
-
-    states: tuple[StateOf, ...] = ()
-    units: tuple[UnitOf, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.states) + len(self.units)
-
-    @classmethod
-    def of(cls, each: Iterable[StateOf | UnitOf]) -> Rests:
-        each = list(each)
-        return cls(tuple(e for e in each if isinstance(e, StateOf)), tuple(e for e in each if isinstance(e, UnitOf)))
-
-    def by_price(self) -> list[StateOf | UnitOf]:
-        """Those whose copies take least for each byte first, of several the largest."""
-        return sorted(
-            (*self.states, *self.units), key=lambda each: (each.parking.seconds / each.parking.nbytes, -each.parking.nbytes)
-        )
 
 
 class AtRest(Part):
@@ -152,6 +167,7 @@ class AtRest(Part):
         weights that can be are parked before it. Raises InfeasibleError if the others exceed it, too.
         """
         device, headroom = self._offloading.device, self._offloading.config.headroom
+        self.weights.tell_of_placed()
         units = self.weights.may_be_parked() if self._offloading.tier else {}
         if units and resident_nbytes(tensors, device) > budget_nbytes - headroom:
             self.weights.put_modules(tuple(units))
@@ -184,23 +200,34 @@ class AtRest(Part):
         """
         self._offloading.measures_after(graph)
         rests = Rests(tuple(self.states.found(graph)), tuple(self.weights.found(graph)))
-        whole = _Try.of(solve, graph)
+        whole = _Try.of(solve, graph, Rests())
         if limit_nbytes is None or not whole.fits:
             self.weights.tell_of_others(graph)
         if not rests or (whole.fits and whole.seconds == 0 and limit_nbytes is not None):
             return self._chosen(say, whole)
-        tries = [whole, _Try.of(solve, self._in_step(graph, rests), rests, whole)]
+
+        def tried(rests: Rests) -> _Try:
+            return _Try.of(solve, self._in_step(graph, rests), rests, whole)
+
+        ahead = self._ahead(graph, rests)
         if limit_nbytes is None:
             most = most_extra_seconds(graph, self._offloading.config)
+            tries = [whole, tried(rests)]
+            if ahead is not None and tries[-1].seconds > most:
+                tries.append(tried(ahead))
             return self._chosen(say, min(tries, key=lambda each: (each.seconds > most, each.nbytes)))
-        if tries[-1].fits:
-            assert tries[-1].solved is not None
-            some = _fastest(tries[-1].solved.frontier, rests, limit_nbytes)
+        most_parked = [] if ahead is None else [tried(ahead)]
+        if not most_parked or not most_parked[0].fits or most_parked[0].seconds > rests.seconds:
+            most_parked.append(tried(rests))
+        tries = [whole, *most_parked]
+        best = min(most_parked, key=_by_seconds)
+        if best.solved is not None and best.fits:
+            some = _fastest(best.solved.frontier, best.rests, limit_nbytes)
             if len(some) < len(rests):
-                tries.append(_Try.of(solve, self._in_step(graph, some), some, whole))
-            least = _least_seconds(graph, rests, limit_nbytes)
+                tries.append(tried(self._priced(graph, some)))
+            least = _least_seconds(graph, rests, ahead is not None, limit_nbytes)
             tries = [each.bounded(least) for each in tries]
-        return self._chosen(say, min(tries, key=lambda each: (0, each.seconds) if each.fits else (1, each.nbytes)))
+        return self._chosen(say, min(tries, key=_by_seconds))
 
     def smallest(self, graph: Graph) -> Graph:
         """The step of this graph with everything parked that can be, as the first update will make it."""
@@ -208,26 +235,44 @@ class AtRest(Part):
         self.weights.tell_of_others(graph)
         return self._in_step(graph, rests) if rests else graph
 
+    def _ahead(self, graph: Graph, rests: Rests) -> Rests | None:
+        """The same, with weights that are copied ahead; None where that hides nothing."""
+        if not rests.units or not copies_overlap(self._offloading.device):
+            return None
+        return self._priced(graph, replace(rests, ahead=True))
+
+    def _priced(self, graph: Graph, rests: Rests) -> Rests:
+        """The same, priced for a step in which only this is parked."""
+        units = self.weights.priced(graph, rests.units, rests.ahead)
+        return replace(rests, states=tuple(self.states.priced(graph, rests.states)), units=tuple(units))
+
     def _in_step(self, graph: Graph, rests: Rests) -> Graph:
-        graph = self.weights.in_step(graph, rests.units) if rests.units else graph
+        graph = self.weights.in_step(graph, rests.units, rests.ahead) if rests.units else graph
         return self.states.in_step(graph, rests.states) if rests.states else graph
 
     def _chosen(self, say: Say, chosen: _Try) -> Solved:
-        parks = bool(chosen.states or chosen.weights)
+        states, weights = chosen.rests.parked_states, chosen.rests.parked_weights
         for line in chosen.lines:
-            if not (parks and line.startswith(NONE_SMALLER)):  # but the plan that parks is
+            if not (chosen.rests and line.startswith(NONE_SMALLER)):  # but the plan that parks is
                 say(line)
         if chosen.refusal is not None:
             raise chosen.refusal
         assert chosen.solved is not None
-        if chosen.states:
-            took = 1e3 * sum(state.seconds for state in chosen.states)
-            say(f"MemOpt: parked between updates: {states_text(chosen.states)}; its copies take {took:.1f} ms of a step")
-        if chosen.weights:
-            took = 1e3 * sum(unit.seconds for unit in chosen.weights)
-            what = weights_text(chosen.weights)
-            say(f"MemOpt: on the device only while their module runs: {what}; their copies take {took:.1f} ms of a step")
+        if states:
+            say(f"MemOpt: parked between updates: {states_text(states)}; {_copies_text(states)}")
+        if weights:
+            say(f"MemOpt: on the device only while their module runs: {weights_text(weights)}; {_copies_text(weights)}")
         return chosen.solved
+
+
+def _copies_text(each: Sequence[StateParking] | Sequence[WeightParking]) -> str:
+    took, waits = 1e3 * sum(one.copy_seconds for one in each), 1e3 * sum(one.seconds for one in each)
+    return f"copies take {took:.1f} ms of a step, which waits for {waits:.1f} ms of that"
+
+
+def _by_seconds(each: _Try) -> tuple[int, float]:
+    """Those that fit first, the fastest first; then the smallest."""
+    return (0, each.seconds) if each.fits else (1, each.nbytes)
 
 
 def _fastest(frontier: Frontier, rests: Rests, limit_nbytes: int) -> Rests:
@@ -245,13 +290,14 @@ def _fastest(frontier: Frontier, rests: Rests, limit_nbytes: int) -> Rests:
         with contextlib.suppress(InfeasibleError):
             plan = frontier.known_plan(limit_nbytes - (nbytes[-1] - nbytes[count]))
             best = min(best, (plan.predicted.seconds - seconds[-1] + seconds[count], count))  # the plan has all copies
-    return Rests.of(cheapest[: best[1]])
+    return rests.only(cheapest[: best[1]])
 
 
-def _least_seconds(graph: Graph, rests: Rests, limit_nbytes: int) -> float:
+def _least_seconds(graph: Graph, rests: Rests, ahead: bool, limit_nbytes: int) -> float:
     """No step within the limit takes fewer extra seconds: whatever is rebuilt, what rests must make room for the rest of the
-    step.
+    step. `ahead`: copies may run while the step computes. `rests`: priced without that.
     """
     excess = max(fixed_levels(graph), default=0) - limit_nbytes
     cheapest = rests.by_price()[0].parking
-    return max(0, excess) * cheapest.seconds / cheapest.nbytes
+    copies = max(0, excess) * cheapest.seconds / cheapest.nbytes
+    return max(0.0, copies - graph.step_seconds) if ahead else copies

@@ -6,7 +6,9 @@ Observed steps have all state on the device.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn, optim
@@ -159,15 +161,44 @@ class StatesAtRest(Part):
                     sizes = [n for n in rehearse(optimizer, [(group, [p])], device, rounded).state if n >= LEAST_NBYTES]
                 if not sizes:
                     continue
-                seconds = 0.0
+                out = back = 0.0
                 if timed:
                     rates = rates or self.offloading.rates  # measured only where they are needed
-                    seconds = sum(rates.out_seconds(tier, n) + rates.in_seconds(tier, n) for n in sizes)
-                parking = StateParking(parameter=names[id(p)], tier=tier, nbytes=sum(sizes), seconds=seconds)
-                state = StateOf(parking, tuple(map(rounded, sizes)) if is_there else ())
+                    out, back = (sum(each(tier, n) for n in sizes) for each in (rates.out_seconds, rates.in_seconds))
+                parking = StateParking(
+                    parameter=names[id(p)], tier=tier, nbytes=sum(sizes), copy_seconds=out + back, seconds=out + back
+                )
+                state = StateOf(parking, tuple(map(rounded, sizes)) if is_there else (), back)
                 other = found.get(parking.parameter)  # of another optimizer
                 found[parking.parameter] = state if other is None else other.and_of(state)
-        return list(found.values())
+        return self.priced(graph, list(found.values()))
+
+    def priced(self, graph: Graph, states: Sequence[StateOf]) -> list[StateOf]:
+        """These states, priced for a step in which they are parked, and no others: what comes ahead comes while the chunk
+        before it goes.
+        """
+        of_name = {state.parking.parameter: state for state in states}
+        early = {graph.tensors[update.parameter].name for update in graph.updates}
+        of_parameter = {id(p): of_name[name] for name, p in self.model.named_parameters() if name in of_name}
+        hidden: Counter[str] = Counter()
+        for optimizer in self.optimizers:
+            parked_nbytes = {
+                id(p): of_parameter[id(p)].parking.nbytes for p in parameters_of(optimizer) if id(p) in of_parameter
+            }
+            going = 0.0
+            for chunk in chunks_of(optimizer.param_groups, parked_nbytes):
+                own = [of_parameter[id(p)] for p in chunk.params if id(p) in of_parameter]
+                usual = [state for state in own if state.parking.parameter not in early]
+                coming = sum(state.back_seconds for state in usual)
+                share = min(1.0, going / coming) if chunk.comes_ahead and coming else 0.0
+                for state in usual:
+                    hidden[state.parking.parameter] += share * state.back_seconds
+                going = sum(state.parking.copy_seconds - state.back_seconds for state in usual)
+        priced = []
+        for state in states:
+            waits = state.parking.copy_seconds - min(state.back_seconds, hidden[state.parking.parameter])
+            priced.append(replace(state, parking=replace(state.parking, seconds=waits)))
+        return priced
 
     def _may(self, optimizer: optim.Optimizer) -> bool:
         """Whether state of this optimizer can be parked."""
@@ -198,8 +229,9 @@ class StatesAtRest(Part):
         chunks = []
         for optimizer in self.optimizers:
             ours = {id(p): parked_nbytes[id(p)] for p in parameters_of(optimizer) if id(p) in parked_nbytes}
-            for group in optimizer.param_groups:
-                for params in chunks_of(group["params"], ours):
-                    beside = rehearse(optimizer, [(group, params)], device, rounded).beside_nbytes
-                    chunks.append(Chunk(sum(ours.get(id(p), 0) for p in params), beside))
+            own = chunks_of(optimizer.param_groups, ours)
+            for chunk, following in zip(own, [*own[1:], None], strict=True):
+                ahead_nbytes = following.nbytes if following is not None and following.comes_ahead else 0
+                beside = rehearse(optimizer, [(chunk.group, chunk.params)], device, rounded).beside_nbytes
+                chunks.append(Chunk(chunk.nbytes + ahead_nbytes, beside))
         return parked(graph, states, chunks)

@@ -17,7 +17,7 @@ from lightning_memopt.errors import OffloadError
 from lightning_memopt.graph import Graph
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import WeightParking
-from lightning_memopt.plan.weights import Unit, movable, parked_weights, windows_of
+from lightning_memopt.plan.weights import Unit, beside_seconds, fetches_of, movable, parked_weights
 from lightning_memopt.record import compiled_modules
 from lightning_memopt.runtime.early_updates import Reason
 from lightning_memopt.runtime.frozen_units import frozen_units
@@ -68,10 +68,10 @@ class WeightsAtRest(Part):
         self._written = written
         self._say = say
         self._said: set[str] = set()
-        self._frozen: list[tuple[int, int]] = []  # which weights there were when these were parked, and their storages
         self._parked = placed_in(model)
         self._placed = frozenset[str]() if self._parked is None else self._parked.paths  # before the run
-        self._paths = tuple(self._placed)
+        # what is parked, and which frozen weights there were then, with their storages
+        self._now: tuple[tuple[str, ...], tuple[WeightParking, ...], list[tuple[int, int]]] = (tuple(self._placed), (), [])
 
     # -- moments of a step -------------------------------------------------------------------------
 
@@ -81,28 +81,31 @@ class WeightsAtRest(Part):
 
     def put(self, weights: tuple[WeightParking, ...]) -> None:
         """These weights are parked from now on, and no others."""
-        self.put_modules(tuple(unit.module for unit in weights))
+        self._put(tuple(unit.module for unit in weights), weights)
 
     def put_modules(self, paths: tuple[str, ...]) -> None:
+        """The weights of these modules are parked from now on, and no others. There is no plan yet."""
+        self._put(paths, ())
+
+    def _put(self, paths: tuple[str, ...], weights: tuple[WeightParking, ...]) -> None:
         frozen = [(id(p), storage_id(p)) for p in self._frozen_now()] if paths else []
-        if (paths, frozen) == (self._paths, self._frozen):
+        if (paths, weights, frozen) == self._now:
             return
-        self._paths, self._frozen = paths, frozen
-        units, native = frozen_units(self.model, self.offloading.device) if paths else {}, loaded()
+        self._now = paths, weights, frozen
+        units = frozen_units(self.model, self.offloading.device) if paths else {}
         if self._parked is None:
             self._parked = ParkedWeights()
         wanted = {path: (self.model.get_submodule(path), list(units[path].values())) for path in paths if path in units}
         stays = [path for path in wanted if self._parked.has(path, *wanted[path])]
         self._parked.home(self._parked.paths.difference(stays))
-        for path, (module, weights) in wanted.items():
-            if native is None or path in self._parked.paths:
-                continue
-            try:
-                self._parked.put(path, module, weights, self.offloading.depots.directory)
-            except OffloadError as error:
-                if self._is_new(str(error)):
-                    self._say(f"MemOpt: frozen weights that the plan parks stay on the device: {error}")
-                return
+        try:
+            for path in wanted:
+                if path not in self._parked.paths:
+                    self._parked.put(path, *wanted[path], self.offloading.depots.directory)
+        except OffloadError as error:
+            if self._is_new(str(error)):
+                self._say(f"MemOpt: frozen weights that the plan parks stay on the device: {error}")
+        self._parked.copy_ahead(weights)
 
     @property
     def moved_nbytes(self) -> int:
@@ -113,24 +116,46 @@ class WeightsAtRest(Part):
         if self._parked is not None:
             self.put_modules(tuple(self._placed))
 
+    def tell_of_placed(self) -> None:
+        """Tell if no plan of this run brings weights home that `to_device` has parked."""
+        if self._placed and not self.offloading.tier:
+            self._say(
+                f"MemOpt: the frozen weights of {len(self._placed)} modules stay parked, as to_device() left them, and no plan "
+                f"counts on them: set offload='{'disk' if on_host(self.offloading.device) else 'host'}'"
+            )
+
     # -- the plan ----------------------------------------------------------------------------------
 
     def found(self, graph: Graph, timed: bool = True) -> list[UnitOf]:
         """All frozen weights that can be parked. `timed`: with the seconds of copies."""
-        tier, units = self.offloading.tier, self.may_be_parked()
+        units = self.may_be_parked()
         if not units:
             return []
         can_move, _ = self._movable(graph, units)
-        windows = windows_of(graph, can_move)
-        rates = self.offloading.rates if timed else None
-        found = []
-        for unit in can_move:
-            nbytes, fetches = sum(graph.tensors[t].nbytes for t in unit.weights), len(windows[unit.path])
-            seconds = 0.0 if rates is None else fetches * rates.in_seconds(tier, nbytes)
-            found.append(
-                UnitOf(WeightParking(module=unit.path, tier=tier, nbytes=nbytes, fetches=fetches, seconds=seconds), unit)
-            )
-        return found
+        return self._priced(graph, can_move, False) if timed else [self._of(graph, unit) for unit in can_move]
+
+    def priced(self, graph: Graph, units: Sequence[UnitOf], ahead: bool) -> list[UnitOf]:
+        """These units, priced for a step in which they are parked, and no others. `ahead`: they are copied ahead."""
+        return self._priced(graph, [each.unit for each in units], ahead)
+
+    def _priced(self, graph: Graph, units: Sequence[Unit], ahead: bool) -> list[UnitOf]:
+        fetches = fetches_of(graph, units, ahead)
+        priced = []
+        for unit in units:
+            own = fetches[unit.path]
+            each = self.offloading.rates.in_seconds(self.offloading.tier, _nbytes(graph, unit))
+            waits = sum(max(0.0, each - beside_seconds(graph, fetch)) for fetch in own)
+            priced.append(self._of(graph, unit, tuple(fetch.beside for fetch in own), len(own) * each, waits))
+        return priced
+
+    def _of(
+        self, graph: Graph, unit: Unit, beside: tuple[str, ...] = (), copy_seconds: float = 0.0, seconds: float = 0.0
+    ) -> UnitOf:
+        nbytes, tier = _nbytes(graph, unit), self.offloading.tier
+        parking = WeightParking(
+            module=unit.path, tier=tier, nbytes=nbytes, beside=beside, copy_seconds=copy_seconds, seconds=seconds
+        )
+        return UnitOf(parking, unit)
 
     def _movable(self, graph: Graph, units: dict[str, dict[str, torch.Tensor]]) -> tuple[list[Unit], dict[str, str]]:
         ids = {t.name: t.id for t in graph.tensors if t.kind == "parameter" and t.storage == t.id}
@@ -163,9 +188,9 @@ class WeightsAtRest(Part):
         if nbytes >= LEAST_NBYTES and self._is_new(why):
             self._say(f"MemOpt: frozen weights stay on the device ({format_nbytes(nbytes)}): {why}")
 
-    def in_step(self, graph: Graph, units: Sequence[UnitOf]) -> Graph:
-        """The step of this graph with these weights parked."""
-        return parked_weights(graph, [each.unit for each in units])
+    def in_step(self, graph: Graph, units: Sequence[UnitOf], ahead: bool) -> Graph:
+        """The step of this graph with these weights parked. `ahead`: they are copied ahead."""
+        return parked_weights(graph, [each.unit for each in units], ahead)
 
     def may_be_parked(self) -> dict[str, dict[str, torch.Tensor]]:
         """Path of a module -> its frozen weights by name; nothing where none can be parked, and then a line says why."""
@@ -196,3 +221,7 @@ class WeightsAtRest(Part):
             yield Reason("the native engine is not there", "Install a C++ compiler")
         if compiled_modules(self.model):
             yield Reason("compiled code does not say when it reads them", "Train without torch.compile")
+
+
+def _nbytes(graph: Graph, unit: Unit) -> int:
+    return sum(graph.tensors[t].nbytes for t in unit.weights)

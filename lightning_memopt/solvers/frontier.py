@@ -249,7 +249,7 @@ def with_rest(plan: Plan, states: tuple[StateParking, ...], weights: tuple[Weigh
     """This plan of a step in which these states and weights are parked, with what their copies cost."""
     predicted = plan.predicted
     each: tuple[StateParking | WeightParking, ...] = (*states, *weights)
-    moved_nbytes = sum(2 * state.nbytes for state in states) + sum(unit.fetches * unit.nbytes for unit in weights)
+    moved_nbytes = sum(2 * state.nbytes for state in states) + sum(len(unit.beside) * unit.nbytes for unit in weights)
     seconds = sum(one.seconds for one in each)
     return replace(
         plan,
@@ -259,8 +259,8 @@ def with_rest(plan: Plan, states: tuple[StateParking, ...], weights: tuple[Weigh
         predicted=replace(
             predicted,
             moved_nbytes=predicted.moved_nbytes + moved_nbytes,
-            copy_seconds=predicted.copy_seconds + seconds,
-            stall_seconds=predicted.stall_seconds + seconds,  # an update waits for its state, a module for its weights
+            copy_seconds=predicted.copy_seconds + sum(one.copy_seconds for one in each),
+            stall_seconds=predicted.stall_seconds + seconds,
             tier_nbytes=predicted.tier_nbytes + sum(one.nbytes for one in each),
         ),
     )

@@ -90,3 +90,14 @@ def test_a_model_that_never_was_on_the_card() -> None:
     found, status = train(model, 8 * MIB, offload="host")
     assert equal(found, plain) and status.plan.weights and all(map(is_away, frozen))
     assert status.measured_peak_nbytes <= 8 * MIB < sum(p.nbytes for p in frozen)
+
+
+def test_weights_are_copied_while_another_module_computes() -> None:
+    """With room for two blocks. Nothing reads a weight before its copy has ended, and nothing gets memory that a copy uses."""
+    plain, _ = train(model_of().cuda(), None)
+    least = train(model_of().cuda(), "min", offload="host")[1].plan.budget_nbytes
+    before = device.races()
+    found, status = train(model_of().cuda(), least + 4 * MIB, offload="host")
+    assert equal(found, plain) and device.races() == before
+    assert any(any(unit.beside) for unit in status.plan.weights)
+    assert status.measured_peak_nbytes == status.predicted_peak_nbytes <= status.plan.budget_nbytes

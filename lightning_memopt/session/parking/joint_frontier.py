@@ -139,10 +139,10 @@ class JointFrontier(Frontier):
     def _joint(self, budget_nbytes: int) -> joint.Joint | None:
         """A joint plan that needs no more than the budget; None if none was found. The joint solver knows neither the
         workspaces of codecs nor reserved bytes. So it gets smaller targets until its plan fits. The bound of the largest target
-        holds for all plans.
+        holds for all plans. All of them together take the seconds that a search is worth.
         """
         limit, began, bound = budget_nbytes - UNSEEN_NBYTES, perf_counter(), math.inf
-        target = limit
+        target, left_seconds = limit, worth(self.graph, self.offloading.config)
         for _ in range(_TRIES):
             solved = joint.solve_joint(
                 self.graph,
@@ -150,12 +150,14 @@ class JointFrontier(Frontier):
                 rates=self.offloading.rates,
                 forms=self._forms,
                 plans=[(c.solver, c.lives) for c in self.candidates],
-                limit_seconds=worth(self.graph, self.offloading.config),
+                limit_seconds=left_seconds if self.reserve is None else left_seconds / 2,  # reserved bytes need another target
                 overhead=self.overhead,
                 clock=times.current.solver_clock(process_time),
+                smallest=self.least,
             )
             if solved is None:
                 break
+            left_seconds = max(0.0, left_seconds - solved.seconds)
             bound = min(bound, solved.bound_seconds)
             solved = replace(solved, predicted=self._predicted(solved.lives, solved.predicted), bound_seconds=bound)
             if solved.predicted.needed_nbytes <= limit:

@@ -344,11 +344,15 @@ def solve_joint(
     limit_seconds: float = 30.0,
     clock: Callable[[], float] = process_time,
     overhead: Callable[[Lives], float] = lambda _: 0.0,
+    smallest: Lives | None = None,
 ) -> Joint | None:
     """The fastest plan found within the budget; None if none fits. `plans`: plans that only recompute, with rising peaks.
-    `recompute`: if False, no op runs again, and no bound is proven. `clock`: measures the time limit.
+    `recompute`: if False, no op runs again, and no bound is proven. `clock`: measures the time limit, which holds once a plan
+    was found. `smallest`: the lives of a plan, which may also park.
     """
     search = _Search(graph, budget_nbytes, rates, limit_seconds, clock, overhead)
+    if smallest is not None:
+        search.consider("smallest", smallest)
     proved = _search(search, forms, plans, recompute)
     if search.best is None:
         return None

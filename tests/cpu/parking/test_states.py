@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -49,6 +50,13 @@ def net() -> nn.Module:
     return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.GELU())))
 
 
+def wide() -> nn.Module:
+    """The state of its first matrix has as many bytes as that of two others."""
+    torch.manual_seed(0)
+    sizes = [128, 256, *[128] * 4]
+    return nn.Sequential(*(nn.Linear(n, m) for n, m in itertools.pairwise(sizes)))
+
+
 def states_of(optimizer: optim.Optimizer) -> list[Tensor]:
     return [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
 
@@ -61,9 +69,9 @@ def away(optimizer: optim.Optimizer) -> int:
 class Trained:
     """A model after two plain steps, whose state is parked from then on."""
 
-    def __init__(self, make: Callable[..., optim.Optimizer] = optim.AdamW) -> None:
+    def __init__(self, make: Callable[..., optim.Optimizer] = optim.AdamW, model: Callable[[], nn.Module] = net) -> None:
         self.said: list[str] = []
-        self.model = net()
+        self.model = model()
         self.optimizer = make(self.model.parameters(), lr=1e-2)
         for _ in range(2):
             self.backward()
@@ -89,8 +97,10 @@ def bits_left(trained: Trained) -> list[bytes]:
     return elements([*(p.detach() for p in trained.model.parameters()), *states_of(trained.optimizer)])
 
 
-def plainly(steps: int, make: Callable[..., optim.Optimizer] = optim.AdamW) -> list[bytes]:
-    trained = Trained(make)
+def plainly(
+    steps: int, make: Callable[..., optim.Optimizer] = optim.AdamW, model: Callable[[], nn.Module] = net
+) -> list[bytes]:
+    trained = Trained(make, model)
     for _ in range(steps):
         trained.backward()
         trained.optimizer.step()
@@ -123,6 +133,50 @@ def test_a_step_has_one_chunk_on_the_device() -> None:
     trained.states._read = reading  # type: ignore[method-assign]
     trained.step()
     assert max(there) == 2 * 128 * 128 * 4 and len(there) == 8
+
+
+def there_nbytes(optimizer: optim.Optimizer) -> int:
+    """Bytes of state that have memory."""
+    tensors = (t for s in optimizer.state.values() for t in dict.values(s))
+    return sum(t.untyped_storage().nbytes() for t in tensors if t.nbytes >= parked_states.LEAST_NBYTES)
+
+
+def test_the_next_chunk_comes_while_one_is_updated() -> None:
+    """Where both take no more than the largest: bytes are those of one matrix at a time, and bits the plain ones."""
+    trained = Trained(model=wide)
+    there, ahead = [], []
+    read = trained.states._read
+
+    def reading(state: ParkedState, name: Any) -> None:
+        read(state, name)
+        there.append(there_nbytes(trained.optimizer))
+        ahead.append(sum(len(s.coming) for s in trained.optimizer.state.values() if type(s) is ParkedState and s is not state))
+
+    trained.states._read = reading  # type: ignore[method-assign]
+    for _ in range(2):
+        trained.step()
+    assert max(there) == 2 * 128 * 256 * 4 and max(ahead) == 2
+    assert not there_nbytes(trained.optimizer) and away(trained.optimizer) == 10
+    trained.states.close()
+    assert bits_left(trained) == plainly(2, model=wide)
+
+
+def test_state_that_came_for_no_update_goes_again() -> None:
+    """A parameter has no gradient in a step: its state has come ahead, and nobody reads it."""
+    trained, plain = Trained(model=wide), Trained(model=wide)
+    for each in (trained, plain):
+        torch.manual_seed(1)
+        each.backward()
+        each.model[3].weight.grad = None  # type: ignore[index, union-attr]
+    trained.states.park()
+    trained.states.step_begins()
+    trained.optimizer.step()
+    trained.states.step_ended()
+    plain.optimizer.step()
+    assert not there_nbytes(trained.optimizer) and away(trained.optimizer) == 10
+    for each in (trained, plain):
+        each.states.close()
+    assert bits_left(trained) == bits_left(plain)
 
 
 READERS: dict[str, Callable[[ParkedState], Any]] = {
@@ -264,10 +318,11 @@ class Interrupt:
         return original(*args)
 
 
-def test_an_interrupt_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model", [net, wide])
+def test_an_interrupt_loses_nothing(model: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C at any copy of a step, out or back: all state is there, with the bits of before or of after its update."""
-    for k in range(1, 17):
-        trained, interrupt = Trained(), Interrupt(k)
+    for k in range(1, 21):
+        trained, interrupt = Trained(model=model), Interrupt(k)
         trained.states.park()
         monkeypatch.setattr(trained.states._depot, "store", partial(interrupt, trained.states._depot.store))
         monkeypatch.setattr(parked_states, "bytes_of", partial(interrupt, parked_states.bytes_of))
@@ -276,7 +331,7 @@ def test_an_interrupt_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
         trained.states.close()
         found = states_of(trained.optimizer)
-        before, after = Trained(), Trained()
+        before, after = Trained(model=model), Trained(model=model)
         after.backward()
         after.optimizer.step()
         each = zip(elements(found), elements(states_of(before.optimizer)), elements(states_of(after.optimizer)), strict=True)

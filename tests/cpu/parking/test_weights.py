@@ -110,7 +110,9 @@ class Trained:
         self.losses: list[float] = []
         self.status: Any = None
         self.graph: Any = None
-        with contextlib.nullcontext() if budget is None else optimize(model, optimizer, budget=budget, **options) as run:
+        options |= {} if budget is None else {"budget": budget}
+        planned = bool({"budget", "plan"} & options.keys())
+        with optimize(model, optimizer, **options) if planned else contextlib.nullcontext() as run:
             for step in range(steps):
                 words = torch.randint(0, WORDS, (4, 16))
                 optimizer.zero_grad()
@@ -120,7 +122,7 @@ class Trained:
                 optimizer.step()
                 self.losses.append(loss.item())
                 meanwhile(model, step)
-            if budget is not None:
+            if planned:
                 self.status = run.status()
                 if run.plan is not None:
                     self.graph = run.session._plan_cache.main.program.graph
@@ -183,7 +185,7 @@ def test_a_plan_is_valid_and_bounded() -> None:
         assert not report.problems and report.peak_nbytes == plan.predicted.peak_nbytes
         assert plan.predicted.seconds >= sum(unit.seconds for unit in plan.weights) > 0
         assert plan.lower_bound_seconds <= plan.predicted.seconds
-        assert plan.predicted.moved_nbytes >= sum(unit.fetches * unit.nbytes for unit in plan.weights)
+        assert plan.predicted.moved_nbytes >= sum(len(unit.beside) * unit.nbytes for unit in plan.weights)
         windowed = {t.name for t in found.graph.tensors if t.windows}
         assert all(f"{unit.module}." in " ".join(windowed) for unit in plan.weights)
 
@@ -392,6 +394,29 @@ def test_without_a_compiler_a_line_says_that_weights_stay() -> None:
         found = Trained("min")
         text = said.taken()
     assert not found.status.plan.weights and "frozen weights are not parked: the native engine is not there" in text
+
+
+def test_a_plan_file_on_a_machine_without_a_compiler(tmp_path: Path) -> None:
+    """A line says that its weights stay, and bits are the plain ones."""
+    path = tmp_path / "plan.json"
+    found = Trained("min")
+    write_plan(path, found.status.plan, found.graph)
+    with without(), listening() as said:
+        again = Trained(None, plan=path)
+        text = said.taken()
+    assert again.is_as(Trained(None)) and "stay on the device: the native engine is not there" in text
+
+
+def test_weights_that_were_parked_before_and_that_no_plan_counts_on() -> None:
+    torch.manual_seed(0)
+    model = to_device(Model(), "cpu")
+    torch.manual_seed(0)
+    model_of()
+    with listening() as said:
+        found = Trained(64 * MIB, model=model, offload="none")
+        text = said.taken()
+    assert found.losses == Trained(None).losses
+    assert text.count("stay parked, as to_device() left them") == 1 and "set offload='disk'" in text
 
 
 def test_nothing_is_parked_of_memory_that_others_have() -> None:
