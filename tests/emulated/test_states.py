@@ -1,0 +1,53 @@
+"""Optimizer state in the host's memory: bits, bytes, and the order of copies and kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from lightning_memopt import optimize
+from tests.emulated import device
+
+is_judged = device.is_emulated() and device.is_bits()
+pytestmark = pytest.mark.skipif(not is_judged, reason="the emulated device in bits mode: make emulated")
+
+MIB = 1 << 20
+
+
+def train(budget: Any, **kind: bool) -> tuple[list[Tensor], Any]:
+    """Weights and state after some steps, and the run's status. The state of one matrix is as large as that of four others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512), *(nn.Linear(512, 512) for _ in range(8)))
+    model.cuda()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3, **kind)
+
+    def loop() -> None:
+        for _ in range(10):
+            optimizer.zero_grad()
+            model(torch.randn(64, 512, device="cuda")).square().mean().backward()
+            optimizer.step()
+
+    status = None
+    if budget is None:
+        loop()
+    else:
+        with optimize(model, optimizer, budget=budget, offload="host", max_slowdown=1e6) as run:
+            loop()
+            status = run.status()
+    state = [t for each in optimizer.state.values() for t in each.values()]
+    return [t.detach().cpu() for t in (*model.parameters(), *state)], status
+
+
+@pytest.mark.parametrize("kind", ["fused", "foreach"])
+def test_state_comes_while_other_state_goes(kind: str) -> None:
+    """Nothing reads state before its copy has ended, and nothing gets memory that a copy uses."""
+    plain, _ = train(None, **{kind: True})
+    before = device.races()
+    found, status = train("min", **{kind: True})
+    assert all(map(torch.equal, found, plain)) and device.races() == before
+    parked = [state for state in status.plan.states if state.nbytes >= 2 * MIB]
+    assert len(parked) == 10 and any(state.seconds < state.copy_seconds for state in parked)
+    assert status.measured_peak_nbytes <= status.predicted_peak_nbytes <= status.plan.budget_nbytes
