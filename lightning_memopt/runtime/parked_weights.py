@@ -334,11 +334,11 @@ class ParkedWeights:
         for unit in self._units.values():
             unit.next = {}
         for parking in weights:
-            unit = self._units.get(parking.module)
+            following = self._units.get(parking.module)
             for direction, path in zip(_DIRECTIONS, parking.beside, strict=False):
                 before = self._units.get(path)
-                if unit is not None and before is not None and copies_overlap(unit.device):
-                    before.next[direction] = unit
+                if following is not None and before is not None and copies_overlap(following.device):
+                    before.next[direction] = following
 
     def home(self, paths: Iterable[str]) -> None:
         """The weights of these modules are on the device from now on, as without us. Raises torch.OutOfMemoryError where there

@@ -17,7 +17,7 @@ from itertools import accumulate
 from torch import nn, optim
 
 from lightning_memopt.errors import InfeasibleError
-from lightning_memopt.graph import Graph
+from lightning_memopt.graph import Graph, unmodified_levels
 from lightning_memopt.plan import StateParking, WeightParking, states_text, weights_text
 from lightning_memopt.plan.simulate import fixed_levels
 from lightning_memopt.plan.states import StateOf
@@ -30,7 +30,7 @@ from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.ranks.agreement import Agreement
 from lightning_memopt.session.solve.refusals import refuse_hopeless
-from lightning_memopt.session.solve.solving import NONE_SMALLER, Solved
+from lightning_memopt.session.solve.solving import IN_FORCE, NONE_SMALLER, Solved, in_force
 from lightning_memopt.session.worth import most_extra_seconds
 from lightning_memopt.solvers.frontier import Frontier, with_rest
 
@@ -62,7 +62,7 @@ class Rests:
     @property
     def seconds(self) -> float:
         """Seconds of a step that waits for all copies."""
-        return sum(each.parking.seconds for each in (*self.states, *self.units))
+        return sum(each.parking.seconds for each in self.by_price())
 
     @property
     def parked_states(self) -> tuple[StateParking, ...]:
@@ -94,8 +94,8 @@ class _Try:
     lines: tuple[str, ...]
 
     @classmethod
-    def of(cls, solve: Solve, graph: Graph, rests: Rests, whole: _Try | None = None) -> _Try:
-        """`whole`: that of the step with nothing parked."""
+    def of(cls, solve: Solve, graph: Graph, rests: Rests, unmodified_nbytes: int = 0) -> _Try:
+        """`unmodified_nbytes`: the peak of the step with nothing parked."""
         lines: list[str] = []
         try:
             solved = solve(graph, lines.append)
@@ -105,9 +105,8 @@ class _Try:
             return cls(rests, None, refusal, tuple(lines))
         if rests:
             states, weights = rests.parked_states, rests.parked_weights
-            unmodified = (solved if whole is None or whole.solved is None else whole.solved).plan.unmodified_peak_nbytes
-            plan = replace(with_rest(solved.plan, states, weights), unmodified_peak_nbytes=unmodified)
-            frontier = replace(solved.frontier, states=states, weights=weights, unmodified_peak_nbytes=unmodified)
+            plan = replace(with_rest(solved.plan, states, weights), unmodified_peak_nbytes=unmodified_nbytes)
+            frontier = replace(solved.frontier, states=states, weights=weights, unmodified_peak_nbytes=unmodified_nbytes)
             solved = solved._replace(plan=plan, frontier=frontier)
         return cls(rests, solved, None, tuple(lines))
 
@@ -200,14 +199,15 @@ class AtRest(Part):
         """
         self._offloading.measures_after(graph)
         rests = Rests(tuple(self.states.found(graph)), tuple(self.weights.found(graph)))
-        whole = _Try.of(solve, graph, Rests())
+        hopeless = rests and limit_nbytes is not None and max(fixed_levels(graph), default=0) > limit_nbytes
+        whole = _Try(Rests(), None, None, ()) if hopeless else _Try.of(solve, graph, Rests())  # solving takes minutes
         if limit_nbytes is None or not whole.fits:
             self.weights.tell_of_others(graph)
         if not rests or (whole.fits and whole.seconds == 0 and limit_nbytes is not None):
-            return self._chosen(say, whole)
+            return self._chosen(say, graph, whole)
 
         def tried(rests: Rests) -> _Try:
-            return _Try.of(solve, self._in_step(graph, rests), rests, whole)
+            return _Try.of(solve, self._in_step(graph, rests), rests, max(unmodified_levels(graph), default=0))
 
         ahead = self._ahead(graph, rests)
         if limit_nbytes is None:
@@ -215,11 +215,11 @@ class AtRest(Part):
             tries = [whole, tried(rests)]
             if ahead is not None and tries[-1].seconds > most:
                 tries.append(tried(ahead))
-            return self._chosen(say, min(tries, key=lambda each: (each.seconds > most, each.nbytes)))
+            return self._chosen(say, graph, min(tries, key=lambda each: (each.seconds > most, each.nbytes)))
         most_parked = [] if ahead is None else [tried(ahead)]
         if not most_parked or not most_parked[0].fits or most_parked[0].seconds > rests.seconds:
             most_parked.append(tried(rests))
-        tries = [whole, *most_parked]
+        tries = [*most_parked] if hopeless else [whole, *most_parked]
         best = min(most_parked, key=_by_seconds)
         if best.solved is not None and best.fits:
             some = _fastest(best.solved.frontier, best.rests, limit_nbytes)
@@ -227,7 +227,7 @@ class AtRest(Part):
                 tries.append(tried(self._priced(graph, some)))
             least = _least_seconds(graph, rests, ahead is not None, limit_nbytes)
             tries = [each.bounded(least) for each in tries]
-        return self._chosen(say, min(tries, key=_by_seconds))
+        return self._chosen(say, graph, min(tries, key=_by_seconds))
 
     def smallest(self, graph: Graph) -> Graph:
         """The step of this graph with everything parked that can be, as the first update will make it."""
@@ -250,14 +250,17 @@ class AtRest(Part):
         graph = self.weights.in_step(graph, rests.units, rests.ahead) if rests.units else graph
         return self.states.in_step(graph, rests.states) if rests.states else graph
 
-    def _chosen(self, say: Say, chosen: _Try) -> Solved:
+    def _chosen(self, say: Say, graph: Graph, chosen: _Try) -> Solved:
+        """What was solved, and its lines. `graph`: that of the step with nothing parked."""
         states, weights = chosen.rests.parked_states, chosen.rests.parked_weights
         for line in chosen.lines:
-            if not (chosen.rests and line.startswith(NONE_SMALLER)):  # but the plan that parks is
+            if not (chosen.rests and line.startswith((NONE_SMALLER, IN_FORCE))):  # they speak of the step with all parked
                 say(line)
         if chosen.refusal is not None:
             raise chosen.refusal
         assert chosen.solved is not None
+        if chosen.rests:
+            say(in_force(chosen.solved.plan, chosen.solved.frontier, graph))
         if states:
             say(f"MemOpt: parked between updates: {states_text(states)}; {_copies_text(states)}")
         if weights:

@@ -6,7 +6,6 @@ Observed steps have all state on the device.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -180,7 +179,7 @@ class StatesAtRest(Part):
         of_name = {state.parking.parameter: state for state in states}
         early = {graph.tensors[update.parameter].name for update in graph.updates}
         of_parameter = {id(p): of_name[name] for name, p in self.model.named_parameters() if name in of_name}
-        hidden: Counter[str] = Counter()
+        hidden = dict.fromkeys(of_name, 0.0)
         for optimizer in self.optimizers:
             parked_nbytes = {
                 id(p): of_parameter[id(p)].parking.nbytes for p in parameters_of(optimizer) if id(p) in of_parameter

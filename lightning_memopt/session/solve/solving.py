@@ -25,8 +25,8 @@ from lightning_memopt.solvers import planner
 from lightning_memopt.units import format_nbytes
 
 Say = Callable[[str], None]
-NONE_SMALLER = "MemOpt: no plan is smaller"
-"""How a line of `chosen` begins."""
+NONE_SMALLER, IN_FORCE = "MemOpt: no plan is smaller", "MemOpt: plan in force"
+"""How two lines of `chosen` begin."""
 
 
 class Solved(NamedTuple):
@@ -108,6 +108,18 @@ def frontier_of(
     )
 
 
+def in_force(plan: Plan, frontier: planner.Frontier, graph: Graph) -> str:
+    """The line that says which plan of a frontier is in force. `graph`: that of the step without it."""
+    before = "as compiled" if any(op.name == COMPILED for op in graph.ops) else "unmodified"
+    unmodified_nbytes = unmodified_peak(frontier.machine.usual_step(graph), frontier.machine)
+    return (
+        f"MemOpt: plan in force: predicted peak {format_nbytes(plan.predicted.needed_nbytes)} of "
+        f"{format_nbytes(plan.budget_nbytes)}, {before} {format_nbytes(unmodified_nbytes)}; extra "
+        f"{1e3 * plan.predicted.seconds:.1f} ms a step, no plan below {1e3 * plan.lower_bound_seconds:.1f} ms; "
+        f"solved in {frontier.seconds:.1f} s"
+    )
+
+
 def budget_for(needed_nbytes: int, config: MemOptConfig) -> str:
     """The budget that a user has to set for a plan that needs these bytes, as every message names it."""
     budget_nbytes = needed_nbytes + config.headroom
@@ -145,14 +157,8 @@ def chosen(
         is_above = True  # not the error, whose frames would hold the batch
         plan = frontier.plan(error.smallest_nbytes)
     compiled = any(op.name == COMPILED for op in graph.ops)
-    machine, before = frontier.machine, "as compiled" if compiled else "unmodified"
-    unmodified_nbytes = unmodified_peak(machine.usual_step(graph), machine)
-    say(
-        f"MemOpt: plan in force: predicted peak {format_nbytes(plan.predicted.needed_nbytes)} of "
-        f"{format_nbytes(plan.budget_nbytes)}, {before} {format_nbytes(unmodified_nbytes)}; extra "
-        f"{1e3 * plan.predicted.seconds:.1f} ms a step, no plan below {1e3 * plan.lower_bound_seconds:.1f} ms; "
-        f"solved in {frontier.seconds:.1f} s"
-    )
+    unmodified_nbytes = unmodified_peak(frontier.machine.usual_step(graph), frontier.machine)
+    say(in_force(plan, frontier, graph))
     if len(plan.updates) < len(graph.updates):
         say(
             f"MemOpt: {len(plan.updates)} of {len(graph.updates)} parameters are updated in backward: the budget needs no "

@@ -49,7 +49,12 @@ def unit_calls(graph: Graph) -> list[list[int]]:
 
 def without(graph: Graph, away: frozenset[int]) -> Graph:
     """The graph in which ops that read one of these tensors may not run again."""
-    ops = (replace(op, recomputable=op.recomputable and away.isdisjoint(op.inputs)) for op in graph.ops)
+    return _kept(graph, {op.id for op in graph.ops if not away.isdisjoint(op.inputs)})
+
+
+def _kept(graph: Graph, stuck: set[int]) -> Graph:
+    """The graph in which these ops may not run again."""
+    ops = (replace(op, recomputable=False) if op.recomputable and op.id in stuck else op for op in graph.ops)
     return replace(graph, ops=tuple(ops))
 
 
@@ -66,4 +71,4 @@ def held_at_boundaries(graph: Graph) -> Graph:
         except ValueError:  # an overwritten tensor would be rebuilt from weights that are away: hold what the rebuild makes
             stuck.update(o for o in problem.ops if not away.isdisjoint(graph.ops[o].inputs))
     stuck.update(graph.rebuilders[t].id for t in held if t in graph.rebuilders)
-    return replace(graph, ops=tuple(replace(op, recomputable=op.recomputable and op.id not in stuck) for op in graph.ops))
+    return _kept(graph, stuck)
