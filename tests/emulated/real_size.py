@@ -22,6 +22,7 @@ import transformers
 from torch import Tensor, nn
 
 from lightning_memopt.integrations.to_device import to_device
+from lightning_memopt.runtime.tiers import streams
 from tests.emulated import device
 from tests.emulated.reserved import HEADER, MIB, Loss, Made, run
 from tests.emulated.unet import DiffusionUNet
@@ -148,6 +149,8 @@ class Card:
     """A model on a card of some GiB, the budget in GiB, and whether the loss head runs in tiles.
 
     larger: the card has no room for the weights. Frozen ones are in the host's memory from the beginning.
+    offload: what rests may be there, too.
+    early: parameters are updated in backward.
     """
 
     build: Callable[[], Made]
@@ -156,6 +159,8 @@ class Card:
     update: str = "fused"
     tile: str = "off"
     larger: bool = False
+    offload: str = "none"
+    early: bool = False
 
 
 CARDS = {
@@ -167,8 +172,11 @@ CARDS = {
     "llama-8b-lora-8k": Card(partial(llama_8b, True, 8192), 24, 22, tile="exact"),
     "llama-8b-lora-32k": Card(partial(llama_8b, True, 32768), 40, 37, tile="exact"),
     "llama-8b": Card(partial(llama_8b, False, 8192), 80, 75),
-    "llama-8b-lora-12gib": Card(partial(llama_8b, True, 2048), 12, 10, larger=True),
-    "llama-70b-lora-24gib": Card(partial(llama_70b, 2048), 24, 22, larger=True),
+    "llama-8b-lora-12gib": Card(partial(llama_8b, True, 2048), 12, 10, larger=True, offload="host"),
+    "llama-70b-lora-24gib": Card(partial(llama_70b, 2048), 24, 22, larger=True, offload="host"),
+    "llama-8b-40gib": Card(partial(llama_8b, False, 4096), 40, 38, tile="exact", offload="host"),
+    "llama-8b-24gib": Card(partial(llama_8b, False, 4096), 24, 23, tile="exact", offload="host", early=True),
+    "sdxl-like-16gib": Card(sdxl, 16, 15, offload="host"),
 }
 
 
@@ -203,8 +211,14 @@ def measure(name: str) -> None:
         raise SystemExit(f"the plain step of {name} fits {card.gib} GiB: the row shows nothing")
     torch.cuda.empty_cache()
     steps = 6 if card.tile == "off" else 8  # two more are observed
-    more = {"offload": "host"} if card.larger else {}
-    row = run(f"{name}, {card.gib} GiB", made, optimizer, int(card.budget * GIB), card.update, steps, tile=card.tile, **more)
+    streams._available_nbytes = lambda: 1 << 40  # the host of such a card has room for all that rests
+    row = run(
+        f"{name}, {card.gib} GiB",
+        *(made, optimizer, int(card.budget * GIB), card.update, steps + 2 * card.early),
+        tile=card.tile,
+        offload=card.offload,
+        optimizer_in_backward="always" if card.early else "never",
+    )
     print(row, flush=True)
     raise SystemExit(not row.holds)
 

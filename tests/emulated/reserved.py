@@ -144,7 +144,9 @@ def run(
         warnings.simplefilter("ignore")
 
         def step() -> None:
-            module(batch()).square().mean().backward()
+            loss = module(batch()).square().mean()
+            with session.last_backward():
+                loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
