@@ -7,7 +7,7 @@ update after backward has it a chunk of parameters at a time, and takes what it 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_memopt.graph import BEFORE, Graph, Op, Tensor
@@ -41,15 +41,45 @@ class StateOf:
 class Chunk:
     """Parameters that the update after backward updates together.
 
-    nbytes: bytes of their parked state, and of that of the next chunk, which comes meanwhile.
+    parameters: the names of those whose state is parked.
     beside_nbytes: bytes that their update takes in addition to weights, gradients and state.
+    comes_ahead: their state is copied back while the chunk before is updated.
     """
 
-    nbytes: int
+    parameters: tuple[str, ...]
     beside_nbytes: int
+    comes_ahead: bool
 
 
-def parked(graph: Graph, states: Sequence[StateOf], chunks: Iterable[Chunk]) -> Graph:
+Chunks = Sequence[Sequence[Chunk]]
+"""The chunks of each optimizer, in the order of its step."""
+
+
+def priced(graph: Graph, states: Sequence[StateOf], chunks: Chunks) -> list[StateOf]:
+    """These states, with the seconds for which a step waits for them: what comes ahead comes while the chunk before it goes. An
+    early update waits for all of its copies.
+    """
+    of_name = {state.parking.parameter: state for state in states}
+    early = {graph.tensors[update.parameter].name for update in graph.updates}
+    hidden = dict.fromkeys(of_name, 0.0)
+    for own in chunks:
+        going = 0.0
+        for chunk in own:
+            usual = [of_name[name] for name in chunk.parameters if name not in early]
+            coming = sum(state.back_seconds for state in usual)
+            share = min(1.0, going / coming) if chunk.comes_ahead and coming else 0.0
+            for state in usual:
+                hidden[state.parking.parameter] += share * state.back_seconds
+            going = sum(state.parking.copy_seconds - state.back_seconds for state in usual)
+
+    def waiting(state: StateOf) -> StateOf:
+        seconds = state.parking.copy_seconds - min(state.back_seconds, hidden[state.parking.parameter])
+        return replace(state, parking=replace(state.parking, seconds=seconds))
+
+    return [waiting(state) for state in states]
+
+
+def parked(graph: Graph, states: Sequence[StateOf], chunks: Chunks) -> Graph:
     """The step of this graph with these states in a tier. `chunks`: those of the update after backward. Points and ids are
     those of `graph`.
     """
@@ -58,7 +88,19 @@ def parked(graph: Graph, states: Sequence[StateOf], chunks: Iterable[Chunk]) -> 
     last = len(graph.points) - 1
     for id, nbytes in _taken(graph, Counter(size for state in states for size in state.sizes)).items():
         tensors[id] = replace(tensors[id], nbytes=tensors[id].nbytes - nbytes)
-    at_end = max((chunk.nbytes + chunk.beside_nbytes for chunk in chunks), default=0)
+    nbytes_of = {state.parking.parameter: sum(state.sizes) for state in states}
+
+    def state_nbytes(chunk: Chunk | None) -> int:
+        return 0 if chunk is None else sum(nbytes_of[name] for name in chunk.parameters)
+
+    at_end = max(
+        (
+            state_nbytes(chunk) + chunk.beside_nbytes + (state_nbytes(then) if then is not None and then.comes_ahead else 0)
+            for own in chunks
+            for chunk, then in zip(own, [*own[1:], None], strict=True)
+        ),
+        default=0,
+    )
 
     def add(nbytes: int, freed_at: int, op: Op | None = None) -> None:
         """State is on the device from this op of an update on; from the beginning of the step without one."""
@@ -69,7 +111,6 @@ def parked(graph: Graph, states: Sequence[StateOf], chunks: Iterable[Chunk]) -> 
         if op is not None:
             ops[op.id] = replace(ops[op.id], outputs=(*ops[op.id].outputs, id))
 
-    nbytes_of = {state.parking.parameter: sum(state.sizes) for state in states}
     updates = []
     for update in graph.updates:
         nbytes, update_ops = nbytes_of.get(graph.tensors[update.parameter].name, 0), graph.ops_of(update.at)

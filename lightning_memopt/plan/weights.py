@@ -10,12 +10,13 @@ computes. Then two units are on the device at once, and the step waits only for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.graph.model import around
+from lightning_memopt.plan.model import WeightParking
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,24 @@ class Unit:
 
     path: str
     weights: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class UnitOf:
+    """The frozen weights of a module of the model, which are parked together.
+
+    parking: what is parked, and what that costs.
+    unit: the same in the graph.
+    """
+
+    parking: WeightParking
+    unit: Unit
+
+
+def read_units(graph: Graph, weights: Mapping[str, Collection[str]]) -> list[Unit]:
+    """The units whose weights the step reads, all of them. `weights`: path of a module -> names of its frozen weights."""
+    ids = {t.name: t.id for t in graph.tensors if t.kind == "parameter" and t.storage == t.id}
+    return [Unit(path, tuple(ids[name] for name in own)) for path, own in weights.items() if ids.keys() >= set(own)]
 
 
 def movable(graph: Graph, units: Sequence[Unit]) -> tuple[list[Unit], dict[str, str]]:
@@ -94,7 +113,30 @@ def fetches_of(graph: Graph, units: Sequence[Unit], ahead: bool) -> dict[str, tu
     return fetches
 
 
-def beside_seconds(graph: Graph, fetch: Fetch) -> float:
+def priced(
+    graph: Graph, units: Sequence[Unit], ahead: bool, tier: str, in_seconds: Callable[[str, int], float] | None
+) -> list[UnitOf]:
+    """These units, with the seconds for which a step waits for them where they are parked, and no others. `ahead`: they are
+    copied ahead. `in_seconds`: seconds that a copy of so many bytes from a tier takes; None: copies take none.
+    """
+    found = []
+    fetches = fetches_of(graph, units, ahead)
+    for unit in units:
+        own, nbytes = fetches[unit.path], sum(graph.tensors[t].nbytes for t in unit.weights)
+        seconds = 0.0 if in_seconds is None else in_seconds(tier, nbytes)
+        parking = WeightParking(
+            module=unit.path,
+            tier=tier,
+            nbytes=nbytes,
+            beside=tuple(fetch.beside for fetch in own),
+            copy_seconds=len(own) * seconds,
+            seconds=sum(max(0.0, seconds - _beside_seconds(graph, fetch)) for fetch in own),
+        )
+        found.append(UnitOf(parking, unit))
+    return found
+
+
+def _beside_seconds(graph: Graph, fetch: Fetch) -> float:
     """Seconds that the unmodified step computes while the copy of a fetch runs."""
     return sum(op.seconds for op in graph.ops if fetch.begins_at <= op.at < fetch.needed_at)
 

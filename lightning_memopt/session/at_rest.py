@@ -21,11 +21,12 @@ from lightning_memopt.graph import Graph, unmodified_levels
 from lightning_memopt.plan import StateParking, WeightParking, states_text, weights_text
 from lightning_memopt.plan.simulate import fixed_levels
 from lightning_memopt.plan.states import StateOf
+from lightning_memopt.plan.weights import UnitOf
 from lightning_memopt.runtime.parked_weights import copies_overlap
 from lightning_memopt.session.judge.states import Running
 from lightning_memopt.session.observe.resident import Named, resident_nbytes
 from lightning_memopt.session.parked_states import StatesAtRest
-from lightning_memopt.session.parked_weights import UnitOf, WeightsAtRest
+from lightning_memopt.session.parked_weights import WeightsAtRest
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.ranks.agreement import Agreement

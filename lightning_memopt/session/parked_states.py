@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn, optim
@@ -16,7 +15,7 @@ from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.device.places import is_on
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import StateParking
-from lightning_memopt.plan.states import Chunk, StateOf, parked
+from lightning_memopt.plan.states import Chunk, StateOf, parked, priced
 from lightning_memopt.record import parameters_of
 from lightning_memopt.runtime.early_updates import ALLOWED, EarlyUpdates, Reason, of_step
 from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
@@ -173,31 +172,8 @@ class StatesAtRest(Part):
         return self.priced(graph, list(found.values()))
 
     def priced(self, graph: Graph, states: Sequence[StateOf]) -> list[StateOf]:
-        """These states, priced for a step in which they are parked, and no others: what comes ahead comes while the chunk
-        before it goes.
-        """
-        of_name = {state.parking.parameter: state for state in states}
-        early = {graph.tensors[update.parameter].name for update in graph.updates}
-        of_parameter = {id(p): of_name[name] for name, p in self.model.named_parameters() if name in of_name}
-        hidden = dict.fromkeys(of_name, 0.0)
-        for optimizer in self.optimizers:
-            parked_nbytes = {
-                id(p): of_parameter[id(p)].parking.nbytes for p in parameters_of(optimizer) if id(p) in of_parameter
-            }
-            going = 0.0
-            for chunk in chunks_of(optimizer.param_groups, parked_nbytes):
-                own = [of_parameter[id(p)] for p in chunk.params if id(p) in of_parameter]
-                usual = [state for state in own if state.parking.parameter not in early]
-                coming = sum(state.back_seconds for state in usual)
-                share = min(1.0, going / coming) if chunk.comes_ahead and coming else 0.0
-                for state in usual:
-                    hidden[state.parking.parameter] += share * state.back_seconds
-                going = sum(state.parking.copy_seconds - state.back_seconds for state in usual)
-        priced = []
-        for state in states:
-            waits = state.parking.copy_seconds - min(state.back_seconds, hidden[state.parking.parameter])
-            priced.append(replace(state, parking=replace(state.parking, seconds=waits)))
-        return priced
+        """These states, priced for a step in which they are parked, and no others."""
+        return priced(graph, states, self.chunks(graph, states))
 
     def _may(self, optimizer: optim.Optimizer) -> bool:
         """Whether state of this optimizer can be parked."""
@@ -222,15 +198,19 @@ class StatesAtRest(Part):
 
     def in_step(self, graph: Graph, states: Sequence[StateOf]) -> Graph:
         """The step of this graph with these states parked."""
-        nbytes = {state.parking.parameter: sum(state.sizes) for state in states}
-        parked_nbytes = {id(p): nbytes[name] for name, p in self.model.named_parameters() if name in nbytes}
+        return parked(graph, states, self.chunks(graph, states))
+
+    def chunks(self, graph: Graph, states: Sequence[StateOf]) -> list[list[Chunk]]:
+        """The chunks of each optimizer's step in which these states are parked."""
+        nbytes = {state.parking.parameter: state.parking.nbytes for state in states}
+        names = {id(p): name for name, p in self.model.named_parameters() if name in nbytes}
         device, rounded = self.offloading.device, kind_of(graph.device).allocated_nbytes
         chunks = []
         for optimizer in self.optimizers:
-            ours = {id(p): parked_nbytes[id(p)] for p in parameters_of(optimizer) if id(p) in parked_nbytes}
-            own = chunks_of(optimizer.param_groups, ours)
-            for chunk, following in zip(own, [*own[1:], None], strict=True):
-                ahead_nbytes = following.nbytes if following is not None and following.comes_ahead else 0
+            own = []
+            ours = {id(p): nbytes[names[id(p)]] for p in parameters_of(optimizer) if id(p) in names}
+            for chunk in chunks_of(optimizer.param_groups, ours):
                 beside = rehearse(optimizer, [(chunk.group, chunk.params)], device, rounded).beside_nbytes
-                chunks.append(Chunk(chunk.nbytes + ahead_nbytes, beside))
-        return parked(graph, states, chunks)
+                own.append(Chunk(tuple(names[id(p)] for p in chunk.params if id(p) in ours), beside, chunk.comes_ahead))
+            chunks.append(own)
+        return chunks

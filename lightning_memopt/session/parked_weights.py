@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from lightning_memopt.errors import OffloadError
 from lightning_memopt.graph import Graph
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import WeightParking
-from lightning_memopt.plan.weights import Unit, beside_seconds, fetches_of, movable, parked_weights
+from lightning_memopt.plan.weights import Unit, UnitOf, movable, parked_weights, priced, read_units
 from lightning_memopt.record import compiled_modules
 from lightning_memopt.runtime.early_updates import Reason
 from lightning_memopt.runtime.frozen_units import frozen_units
@@ -30,18 +29,6 @@ from lightning_memopt.torch_private import storage_id
 from lightning_memopt.units import format_nbytes
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class UnitOf:
-    """The frozen weights of a module of the model, which are parked together.
-
-    parking: what is parked, and what that costs.
-    unit: the same in the graph.
-    """
-
-    parking: WeightParking
-    unit: Unit
 
 
 class WeightsAtRest(Part):
@@ -132,38 +119,16 @@ class WeightsAtRest(Part):
         if not units:
             return []
         can_move, _ = self._movable(graph, units)
-        return self._priced(graph, can_move, False) if timed else [self._of(graph, unit) for unit in can_move]
+        return priced(graph, can_move, False, self.offloading.tier, self.offloading.rates.in_seconds if timed else None)
 
     def priced(self, graph: Graph, units: Sequence[UnitOf], ahead: bool) -> list[UnitOf]:
         """These units, priced for a step in which they are parked, and no others. `ahead`: they are copied ahead."""
-        return self._priced(graph, [each.unit for each in units], ahead)
-
-    def _priced(self, graph: Graph, units: Sequence[Unit], ahead: bool) -> list[UnitOf]:
-        fetches = fetches_of(graph, units, ahead)
-        priced = []
-        for unit in units:
-            own = fetches[unit.path]
-            each = self.offloading.rates.in_seconds(self.offloading.tier, _nbytes(graph, unit))
-            waits = sum(max(0.0, each - beside_seconds(graph, fetch)) for fetch in own)
-            priced.append(self._of(graph, unit, tuple(fetch.beside for fetch in own), len(own) * each, waits))
-        return priced
-
-    def _of(
-        self, graph: Graph, unit: Unit, beside: tuple[str, ...] = (), copy_seconds: float = 0.0, seconds: float = 0.0
-    ) -> UnitOf:
-        nbytes, tier = _nbytes(graph, unit), self.offloading.tier
-        parking = WeightParking(
-            module=unit.path, tier=tier, nbytes=nbytes, beside=beside, copy_seconds=copy_seconds, seconds=seconds
-        )
-        return UnitOf(parking, unit)
+        return priced(graph, [each.unit for each in units], ahead, self.offloading.tier, self.offloading.rates.in_seconds)
 
     def _movable(self, graph: Graph, units: dict[str, dict[str, torch.Tensor]]) -> tuple[list[Unit], dict[str, str]]:
-        ids = {t.name: t.id for t in graph.tensors if t.kind == "parameter" and t.storage == t.id}
-        known = [Unit(path, tuple(ids[name] for name in own if name in ids)) for path, own in units.items()]
-        read = [unit for unit in known if len(unit.weights) == len(units[unit.path])]
         # the graph does not say it of writes through `weight.data`, and no version counter does
         written = {path for path, own in units.items() if any(storage_id(w) in self._written for w in own.values())}
-        can_move, why = movable(graph, [unit for unit in read if unit.path not in written])
+        can_move, why = movable(graph, [unit for unit in read_units(graph, units) if unit.path not in written])
         return can_move, why | dict.fromkeys(written, "the step writes weights of their modules")
 
     def tell_of_others(self, graph: Graph) -> None:
@@ -221,7 +186,3 @@ class WeightsAtRest(Part):
             yield Reason("the native engine is not there", "Install a C++ compiler")
         if compiled_modules(self.model):
             yield Reason("compiled code does not say when it reads them", "Train without torch.compile")
-
-
-def _nbytes(graph: Graph, unit: Unit) -> int:
-    return sum(graph.tensors[t].nbytes for t in unit.weights)
