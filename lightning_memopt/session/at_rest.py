@@ -31,7 +31,7 @@ from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.ranks.agreement import Agreement
 from lightning_memopt.session.solve.refusals import refuse_hopeless
-from lightning_memopt.session.solve.solving import IN_FORCE, NONE_SMALLER, Solved, in_force
+from lightning_memopt.session.solve.solving import IN_FORCE, NONE_SMALLER, SOLVING, Solved, in_force
 from lightning_memopt.session.worth import most_extra_seconds
 from lightning_memopt.solvers.frontier import Frontier, with_rest
 
@@ -95,11 +95,15 @@ class _Try:
     lines: tuple[str, ...]
 
     @classmethod
-    def of(cls, solve: Solve, graph: Graph, rests: Rests, unmodified_nbytes: int = 0) -> _Try:
-        """`unmodified_nbytes`: the peak of the step with nothing parked."""
+    def of(cls, solve: Solve, graph: Graph, rests: Rests, say: Say, unmodified_nbytes: int = 0) -> _Try:
+        """`unmodified_nbytes`: the peak of the step with nothing parked. `say`: tells the user what takes time."""
         lines: list[str] = []
+
+        def later(line: str) -> None:
+            say(line) if line.startswith(SOLVING) else lines.append(line)
+
         try:
-            solved = solve(graph, lines.append)
+            solved = solve(graph, later)
         except InfeasibleError as error:
             smallest, budget = error.smallest_nbytes, error.budget_nbytes
             refusal = InfeasibleError(str(error), smallest_nbytes=smallest, budget_nbytes=budget)
@@ -201,14 +205,14 @@ class AtRest(Part):
         self._offloading.measures_after(graph)
         rests = Rests(tuple(self.states.found(graph)), tuple(self.weights.found(graph)))
         hopeless = rests and limit_nbytes is not None and max(fixed_levels(graph), default=0) > limit_nbytes
-        whole = _Try(Rests(), None, None, ()) if hopeless else _Try.of(solve, graph, Rests())  # solving takes minutes
+        whole = _Try(Rests(), None, None, ()) if hopeless else _Try.of(solve, graph, Rests(), say)  # solving takes minutes
         if limit_nbytes is None or not whole.fits:
             self.weights.tell_of_others(graph)
         if not rests or (whole.fits and whole.seconds == 0 and limit_nbytes is not None):
             return self._chosen(say, graph, whole)
 
         def tried(rests: Rests) -> _Try:
-            return _Try.of(solve, self._in_step(graph, rests), rests, max(unmodified_levels(graph), default=0))
+            return _Try.of(solve, self._in_step(graph, rests), rests, say, max(unmodified_levels(graph), default=0))
 
         ahead = self._ahead(graph, rests)
         if limit_nbytes is None:

@@ -13,11 +13,14 @@ from lightning_memopt.record import Recorder, is_plain, storage_id
 from lightning_memopt.trace.tracer import Tracer
 
 
-def adopt_all(tracer: Tracer, recorder: Recorder, tensors: Iterable[tuple[torch.Tensor, Kind, str]]) -> None:
+def adopt_all(
+    tracer: Tracer, recorder: Recorder, tensors: Iterable[tuple[torch.Tensor, Kind, str]], away_nbytes: int = 0
+) -> None:
     """Let the tracer adopt everything that is in memory before the forward begins.
 
     `tensors`: (tensor, kind, name) of parameters, buffers, gradients, optimizer state and the batch. With a ledger, and on
-    CUDA, the bytes of all other memory are adopted, too.
+    CUDA, the bytes of all other memory are adopted, too. `away_nbytes`: bytes of these tensors that are not on the device now,
+    but in a tier.
     """
     recorder.capturing = False
     for t, kind, name in tensors:
@@ -37,7 +40,7 @@ def adopt_all(tracer: Tracer, recorder: Recorder, tensors: Iterable[tuple[torch.
             for block in segment["blocks"]
             if block["state"] == "active_allocated"
         )
-        tracer.adopt_unseen(max(0, backend.statistics().nbytes - known), in_use)
+        tracer.adopt_unseen(max(0, backend.statistics().nbytes - (known - away_nbytes)), in_use)
     elif tracer.ledger is not None:
         tracer.ledger.settle()
     recorder.capturing = True

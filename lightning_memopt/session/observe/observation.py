@@ -162,8 +162,8 @@ class Observation:
             rest = Rest(tracer)
             tracer.passes = rest.takes
             self._rest.callback(rest.end)
-        adopt_all(tracer, recorder, resident_tensors(self.model, self.optimizers, batch))
         self._away_nbytes = away_nbytes(self.model)
+        adopt_all(tracer, recorder, resident_tensors(self.model, self.optimizers, batch), self._away_nbytes)
         units = units_of(self.model)
         self._round = tracer, engine, recorder
         ungraded = (p for p in self.model.parameters() if p.requires_grad and gradient_of(p) is None)

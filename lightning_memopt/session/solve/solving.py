@@ -25,8 +25,8 @@ from lightning_memopt.solvers import planner
 from lightning_memopt.units import format_nbytes
 
 Say = Callable[[str], None]
-NONE_SMALLER, IN_FORCE = "MemOpt: no plan is smaller", "MemOpt: plan in force"
-"""How two lines of `chosen` begin."""
+NONE_SMALLER, IN_FORCE, SOLVING = "MemOpt: no plan is smaller", "MemOpt: plan in force", "MemOpt: solving for"
+"""How lines of `plan_for` begin."""
 
 
 class Solved(NamedTuple):
