@@ -18,6 +18,7 @@ from lightning_memopt.fitting.cards import CONTEXT_NBYTES, Card, cards_of, of_th
 from lightning_memopt.fitting.checkpointing import CHECKPOINTED, Checkpointed
 from lightning_memopt.fitting.options import Options
 from lightning_memopt.fitting.recording import Recorded
+from lightning_memopt.fitting.resting import resting_text
 from lightning_memopt.fitting.sharding import SHARDED, StepOf, numbers_of
 from lightning_memopt.fitting.sizes import LARGEST, Most, at_sizes, most, most_unmodified, needed_nbytes
 from lightning_memopt.fitting.sources import Source, source_of
@@ -62,6 +63,7 @@ class OnCard:
     tier_nbytes: the most bytes that are there at once.
     early_updates: number of parameters that are updated in backward.
     tiles: the loss heads that run in tiles under the plan, in the smallest ones that a run tries.
+    at_rest: which optimizer state and frozen weights the plan parks while they rest; "" if none.
     others: where no plan fits, what options would bring that were not given.
     checkpointed: the step with gradient checkpointing; None if nobody asked about it, or it was not recorded.
     peak_nbytes: the peak of the step as it would run: unmodified, or by the plan; else the smallest budget that works.
@@ -88,6 +90,7 @@ class OnCard:
     tier_nbytes: int = 0
     early_updates: int = 0
     tiles: tuple[TiledHead, ...] = ()
+    at_rest: str = ""
     others: tuple[Other, ...] = ()
     checkpointed: Checkpointed | None = None
 
@@ -216,6 +219,7 @@ class Fit:
                 )
         lines.append(render(table, 148 if several else 140))
         lines += [f"{card.card}: {other.text}." for card in self.cards for other in card.others]
+        lines += [f"{card.card}: parked while it rests: {card.at_rest}." for card in self.cards if card.at_rest]
         tiles = dict.fromkeys(card.tiles for card in self.cards if card.tiles)
         lines += [f"In tiles: {tiles_text(heads)}." for heads in tiles]
         if tiles or any(other.tile for card in self.cards for other in card.others):
@@ -291,7 +295,7 @@ def answered(source: Source, cards: Sequence[Card], ranks: int = 1, config: MemO
         budgets=tight,
         keep_nbytes=tight[0] if tight else None,
     )
-    ways = Techniques(source, graph, frontier, cards, tight, config or config_of())
+    ways = Techniques(source, graph, frontier, cards, tight, config or config_of(), recorded.resting)
     unsized: dict[str, str] = {}
     largest: dict[str, list[Most]] = {}
     for size, here in (("batch", source.batch), ("length", source.length)):
@@ -376,6 +380,7 @@ def _on(card: Card, graph: Graph, ways: Techniques, plain_nbytes: int, batch: Mo
         tier_nbytes=found.plan.predicted.tier_nbytes,
         early_updates=len(found.plan.updates),
         tiles=found.plan.tiles,
+        at_rest=resting_text(found.plan.states, found.plan.weights),
         others=() if found.fits else ways.others(card, found),
     )
 

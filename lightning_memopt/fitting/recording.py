@@ -23,6 +23,7 @@ from lightning_memopt.errors import ConfigError
 from lightning_memopt.fitting.autocast import cuda_autocast
 from lightning_memopt.fitting.checkpointing import CHECKPOINTED, kept, refuse_none, same_random_numbers, taken_off, turned_on
 from lightning_memopt.fitting.operators import CudaOperators, Reads, count_on_host, update_together
+from lightning_memopt.fitting.resting import Resting
 from lightning_memopt.fitting.sharding import UnfilledRank, of_a_card, one_rank_of
 from lightning_memopt.fitting.tiling import InTiles
 from lightning_memopt.fitting.unfilled import Unfilled
@@ -53,12 +54,14 @@ class Recorded:
     assumed: op that returns a number to Python -> how often the number was assumed.
     ran: op without a kernel for the `meta` device -> how often it ran for real.
     as_usual: why no parameter was updated in backward; "" if nobody asked for that, or if some were.
+    resting: what rests in the training, and may be parked; None if it was not looked for.
     """
 
     graph: Graph
     assumed: Counter[str]
     ran: Counter[str]
     as_usual: str = ""
+    resting: Resting | None = None
 
 
 @dataclass(frozen=True)
@@ -68,13 +71,14 @@ class Observed:
     graph: the last step; None if it could not be recorded.
     said: why there is none.
     host_nbytes: bytes of this process during that step that would not be on the card.
-    as_usual: see `Recorded`.
+    as_usual, resting: see `Recorded`.
     """
 
     graph: Graph | None
     said: str
     host_nbytes: int
     as_usual: str = ""
+    resting: Resting | None = None
 
 
 Observe = Callable[[Unfilled], Observed]
@@ -172,7 +176,8 @@ class Watching:
         if cuda and graph is not None and count_on_host(self._run.session.optimizers):
             graph = _counted_on_host(graph)
         reasons = [line.removeprefix(_AS_USUAL) for line in self._lines if line.startswith(_AS_USUAL)]
-        return Observed(graph, f"{status.reason} {status.remedy}".strip(), host_nbytes, "".join(reasons[-1:]))
+        resting = None if graph is None else Resting.of(self._run.session, graph)
+        return Observed(graph, f"{status.reason} {status.remedy}".strip(), host_nbytes, "".join(reasons[-1:]), resting)
 
     def close(self) -> None:
         """From now on the model trains plainly. May be called again."""
@@ -296,7 +301,8 @@ def recorded(
             f"{observed.said}"
         )
     graph = _without(observed.graph, observed.host_nbytes)
-    return Recorded(_on_cuda(graph) if cuda else graph, Counter(mode.assumed), Counter(mode.ran), observed.as_usual)
+    on_device = _on_cuda(graph) if cuda else graph
+    return Recorded(on_device, Counter(mode.assumed), Counter(mode.ran), observed.as_usual, observed.resting)
 
 
 def _without(graph: Graph, host_nbytes: int) -> Graph:

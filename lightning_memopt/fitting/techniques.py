@@ -21,6 +21,7 @@ from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import ConfigError, InfeasibleError, MemOptError
 from lightning_memopt.fitting.cards import Card
 from lightning_memopt.fitting.recording import Recorded
+from lightning_memopt.fitting.resting import Parked, Resting
 from lightning_memopt.fitting.sizes import at_sizes
 from lightning_memopt.fitting.sources import SIZES, Source
 from lightning_memopt.fitting.tiling import InTiles, recorded_in_tiles
@@ -115,7 +116,8 @@ class Found:
     @property
     def techniques(self) -> tuple[str, ...]:
         plan = self.plan
-        used = {RECOMPUTE: plan.predicted.rebuilt_ops, TILES: plan.tiles, OFFLOAD: plan.parks, EARLY: plan.updates}
+        moves = plan.parks or plan.states or plan.weights
+        used = {RECOMPUTE: plan.predicted.rebuilt_ops, TILES: plan.tiles, OFFLOAD: moves, EARLY: plan.updates}
         return tuple(name for name, uses in used.items() if uses)
 
     @property
@@ -167,9 +169,10 @@ class Techniques:
         cards: Sequence[Card],
         budgets: Sequence[int],
         config: MemOptConfig,
+        resting: Resting | None = None,
     ) -> None:
         """`frontier`: plans that recompute, with the seconds of the first card. `budgets`: bytes of the cards on which the
-        unmodified step does not fit.
+        unmodified step does not fit. `resting`: what rests in the training.
         """
         self.config = config
         self.as_usual = self.whole = ""
@@ -183,6 +186,8 @@ class Techniques:
         self._updating: dict[tuple[float, Heads], Frontier | str] = {}
         self._early_steps: dict[Heads, Recorded | str] = {}
         self._tiled: dict[float, list[Frontier]] = {}
+        self._resting = resting
+        self._at_rest: dict[tuple[int, float], Frontier] = {}
 
     @property
     def always(self) -> bool:
@@ -200,8 +205,12 @@ class Techniques:
             )
         if not self.always:
             frontiers.append(self._frontier)
+        found = self._best(card, frontiers)
+        if not found.fits:
+            frontiers += self._parking_all(card, self.config, card.usable_nbytes)
+            found = self._best(card, frontiers)
         self.smallest_nbytes = min([self.smallest_nbytes, *(frontier.smallest_nbytes for frontier in frontiers)])
-        return self._best(card, frontiers)
+        return found
 
     def others(self, card: Card, found: Found) -> tuple[Other, ...]:
         """What the other techniques would bring where no plan fits: the first of them, or both, with which one does; if none
@@ -218,6 +227,8 @@ class Techniques:
             frontiers, as_usual = self._allowed(card, config)
             if as_usual or not frontiers:
                 continue
+            if min(frontier.smallest_nbytes for frontier in frontiers) > usable:
+                frontiers += self._parking_all(card, config, usable)
             needed = min(frontier.smallest_nbytes for frontier in frontiers)
             options = config.offload, config.optimizer_in_backward, config.tile if config.tile != self.config.tile else ""
             if needed <= usable:
@@ -249,10 +260,11 @@ class Techniques:
         """About the fewest bytes that plans need if early updates do as much as they can: in the step without gradients."""
         plans = [(base, c.lives) for base in self._bases(config) for c in _some(base.candidates)]
         if config.offload != "none":
-            frontiers, _ = self._allowed(card, replace(config, optimizer_in_backward="never"))
+            usual = replace(config, optimizer_in_backward="never")
+            frontiers = self._allowed(card, usual)[0] + self._parking_all(card, usual, card.usable_nbytes)
             plans = [(each, each.least) for each in frontiers if isinstance(each, JointFrontier)]
-        without = {base.tiles: _without_gradients(base.graph) for base, _ in plans}
-        needed = (planner.of_one(without[base.tiles], ("", lives), Machine()).smallest_nbytes for base, lives in plans)
+        without = {id(base.graph): _without_gradients(base.graph) for base, _ in plans}
+        needed = (planner.of_one(without[id(base.graph)], ("", lives), Machine()).smallest_nbytes for base, lives in plans)
         return min(needed, default=0)
 
     def _bases(self, config: MemOptConfig) -> list[Frontier]:
@@ -283,6 +295,32 @@ class Techniques:
                 frontiers.append(self._joint(card, base, config, card.rates))
         return frontiers, as_usual
 
+    def _parking_all(self, card: Card, config: MemOptConfig, enough_nbytes: int) -> list[Frontier]:
+        """The plans that also park all that rests, and save tensors in the tier: those of the first way to run the step whose
+        plans need no more than `enough_nbytes`, or of all ways.
+        """
+        tier = _tier(self._source.device, config)
+        if self._resting is None or not tier or card.rates is None or tier not in card.rates.links:
+            return []
+        frontiers: list[Frontier] = []
+        for base in self._bases(config):
+            if config.optimizer_in_backward != "never":
+                updating = self._early(config.solver_seconds, base.tiles)
+                base = base if isinstance(updating, str) else updating
+            timed = card.timed(base.graph)
+            parked = Parked.of(self._resting, timed, tier, card.rates)
+            if not parked.states and not parked.weights:
+                continue
+            key = id(base), config.solver_seconds
+            if key not in self._at_rest:
+                solved = self._solved(parked.graph, base.machine, config.solver_seconds)
+                self._at_rest[key] = replace(solved, tiles=base.tiles)
+            joint = self._joint(card, self._at_rest[key], config, card.rates)
+            frontiers.append(replace(joint, states=parked.states, weights=parked.weights))
+            if frontiers[-1].smallest_nbytes <= enough_nbytes:
+                break
+        return frontiers
+
     def _best(self, card: Card, frontiers: Sequence[Frontier]) -> Found:
         """The fastest plan that fits, or the smallest one."""
         found: list[Found] = []
@@ -304,6 +342,7 @@ class Techniques:
         seconds = simulate(timed, plan.lives, rates=card.rates).predicted.seconds
         if plan.tiles:
             seconds += self._step_of(plan.tiles).seconds(card) - card.timed(self._graph).step_seconds
+        seconds += sum(state.seconds for state in plan.states) + sum(unit.seconds for unit in plan.weights)
         return Found(plan, fits, seconds + len(plan.updates) * _update_seconds(card, self._graph, frontier.graph))
 
     def _on(self, card: Card, frontier: Frontier) -> Frontier:

@@ -29,7 +29,6 @@ from lightning_memopt.session.parked_states import StatesAtRest
 from lightning_memopt.session.parked_weights import WeightsAtRest
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Part, Parts
-from lightning_memopt.session.ranks.agreement import Agreement
 from lightning_memopt.session.solve.refusals import refuse_hopeless
 from lightning_memopt.session.solve.solving import IN_FORCE, NONE_SMALLER, SOLVING, Solved, in_force
 from lightning_memopt.session.worth import most_extra_seconds
@@ -150,16 +149,16 @@ class AtRest(Part):
         model: nn.Module,
         optimizers: Sequence[optim.Optimizer],
         offloading: Offloading,
-        meetings: Agreement,
+        alone: Callable[[], bool],
         say: Say,
         parts: Parts,
         written: AbstractSet[int],
     ) -> None:
-        """`parts`: those of the session; it is one if a plan may park. `written`: identities of the storages that ops of
-        observed steps wrote to.
+        """`alone`: whether no other process trains the model. `parts`: those of the session; it is one if a plan may park.
+        `written`: identities of the storages that ops of observed steps wrote to.
         """
-        self.states = StatesAtRest(model, optimizers, offloading, meetings, say, parts)
-        self.weights = WeightsAtRest(model, offloading, meetings, say, parts, written)
+        self.states = StatesAtRest(model, optimizers, offloading, alone, say, parts)
+        self.weights = WeightsAtRest(model, offloading, alone, say, parts, written)
         self._offloading = offloading
         if offloading.tier:
             parts.add(self)

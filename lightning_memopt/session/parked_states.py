@@ -24,7 +24,6 @@ from lightning_memopt.runtime.tiers import Tier
 from lightning_memopt.session.measure.peak_meter import in_compiled_code
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Part, Parts
-from lightning_memopt.session.ranks.agreement import Agreement
 from lightning_memopt.session.solve.rehearsal import rehearse
 from lightning_memopt.units import round_up
 
@@ -46,17 +45,17 @@ class StatesAtRest(Part):
         model: nn.Module,
         optimizers: Sequence[optim.Optimizer],
         offloading: Offloading,
-        meetings: Agreement,
+        alone: Callable[[], bool],
         say: Say,
         parts: Parts,
     ) -> None:
-        """`parts`: those of the session; it is one if a plan may park."""
+        """`alone`: whether no other process trains the model. `parts`: those of the session; it is one if a plan may park."""
         if offloading.tier:
             parts.add(self)
         self.model = model
         self.optimizers = optimizers
         self.offloading = offloading
-        self._meetings = meetings
+        self._alone = alone
         self._say = say
         self._said: set[str] = set()
         self._states: tuple[StateParking, ...] = ()
@@ -182,7 +181,7 @@ class StatesAtRest(Part):
             reasons.append(Reason("a capturable optimizer has its state at fixed addresses", "Set capturable=False"))
         if self._compiled:
             reasons.append(Reason("the optimizer's step is compiled", "Step without torch.compile"))
-        if not self._meetings.alone:
+        if not self._alone():
             reasons.append(
                 Reason("several processes train, and plans of ranks do not park it yet", "Shard it with FSDP2 or ZeRO")
             )

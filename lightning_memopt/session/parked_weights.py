@@ -24,7 +24,6 @@ from lightning_memopt.runtime.parked import LEAST_NBYTES
 from lightning_memopt.runtime.parked_weights import ParkedWeights, may_be_parked, placed_in
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Part, Parts
-from lightning_memopt.session.ranks.agreement import Agreement
 from lightning_memopt.torch_private import storage_id
 from lightning_memopt.units import format_nbytes
 
@@ -41,17 +40,17 @@ class WeightsAtRest(Part):
         self,
         model: nn.Module,
         offloading: Offloading,
-        meetings: Agreement,
+        alone: Callable[[], bool],
         say: Say,
         parts: Parts,
         written: AbstractSet[int],
     ) -> None:
-        """`parts`, `written`: see `AtRest`."""
+        """`alone`, `parts`, `written`: see `AtRest`."""
         if offloading.tier:
             parts.add(self)
         self.model = model
         self.offloading = offloading
-        self._meetings = meetings
+        self._alone = alone
         self._written = written
         self._say = say
         self._said: set[str] = set()
@@ -180,7 +179,7 @@ class WeightsAtRest(Part):
     def _obstacles(self) -> Iterator[Reason]:
         if on_host(self.offloading.device) != (self.offloading.tier == "disk"):
             yield Reason("the device cannot read a file", "Set offload='host'")
-        if not self._meetings.alone:
+        if not self._alone():
             yield Reason("several processes train, and plans of ranks do not park them yet", "Shard them with FSDP2")
         if loaded() is None:
             yield Reason("the native engine is not there", "Install a C++ compiler")

@@ -104,7 +104,8 @@ class Session:
         self.pool = Pooling(config, self.device, self.say, self._parts)
         self._tiling = Tiling(model, config, self._agreement, self.say, self._parts)
         written = self._observed_step.overwritten
-        self._at_rest = AtRest(model, self.optimizers, self._offloading, self._agreement, self.say, self._parts, written)
+        alone = partial(getattr, self._agreement, "alone")
+        self._at_rest = AtRest(model, self.optimizers, self._offloading, alone, self.say, self._parts, written)
         self._neighbours = self._parts.add(Neighbours(self.device, self.budget_nbytes))
         self._early: EarlyUpdating | None = None
         self._attachment: Attachment | None = None

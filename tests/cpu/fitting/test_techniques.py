@@ -87,9 +87,10 @@ def assert_keeps(build: Build, nbytes: int, **options: Any) -> Run:
     """A run within so many bytes, beside what the process holds, keeps its budget, with the bits of the plain run."""
     expected, _ = trained(build)
     gc.collect()
-    budget = nbytes + counted_nbytes()
     with pytest.raises(InfeasibleError):
-        trained(build, budget=budget)
+        trained(build, budget=nbytes + counted_nbytes())
+    gc.collect()  # what the error's frames held
+    budget = nbytes + counted_nbytes()
     found, run = trained(build, budget=budget, **options)
     assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
     assert run is not None
@@ -120,7 +121,7 @@ def test_offload_makes_a_step_fit_that_no_recomputation_does() -> None:
 def test_early_updates_make_a_step_fit_that_no_recomputation_does() -> None:
     nbytes = int(0.9 * smallest(DEEP))
     (without,) = asked(DEEP, nbytes).cards
-    assert without.verdict == "no" and [o.optimizer_in_backward for o in without.others if not o.missing_nbytes] == ["auto"]
+    assert without.verdict == "no" and [o.missing_nbytes for o in without.others] == [0]
     (on,) = asked(DEEP, nbytes, early="auto").cards
     assert on.verdict == "plan" and EARLY in on.techniques and on.early_updates > 0 and on.peak_nbytes <= nbytes
     run = assert_keeps(DEEP, nbytes, optimizer_in_backward="auto")
@@ -131,7 +132,7 @@ def test_early_updates_make_a_step_fit_that_no_recomputation_does() -> None:
 
 def test_both_together() -> None:
     """Neither is enough alone: the least of each is above the card."""
-    build = chain(Sorted, torch.optim.Adam, 384, 256)
+    build = chain(Sorted, torch.optim.Adam, 128, 512)
     alone = asked(build, 1000, offload="disk").smallest_nbytes, asked(build, 1000, early="auto").smallest_nbytes
     nbytes = (min(alone) + asked(build, 1000, "disk", "auto").smallest_nbytes) // 2
     (without,) = asked(build, nbytes).cards

@@ -1,0 +1,91 @@
+"""What rests in a training that is asked about, and may be parked: optimizer state between updates, and frozen weights while
+other modules run. It is what a run would park (`session/at_rest.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from lightning_memopt.config import MemOptConfig
+from lightning_memopt.device.kinds import kind_of
+from lightning_memopt.graph import Graph
+from lightning_memopt.logs import silent
+from lightning_memopt.plan import StateParking, WeightParking, states_text, weights_text
+from lightning_memopt.plan import states as states_in_step
+from lightning_memopt.plan import weights as weights_in_step
+from lightning_memopt.plan.rates import MachineRates
+from lightning_memopt.plan.states import Chunk, StateOf
+from lightning_memopt.session.at_rest import AtRest
+from lightning_memopt.session.parking.offloading import Offloading
+from lightning_memopt.session.parts import Parts
+
+if TYPE_CHECKING:
+    from lightning_memopt.session.session import Session
+
+
+def _alone() -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Resting:
+    """What rests, by names: any step of the training has it.
+
+    weights: path of a module -> the names of its frozen weights.
+    states: optimizer state, without seconds of copies.
+    chunks: those of each optimizer's step in which all of this state is parked.
+    """
+
+    weights: Mapping[str, tuple[str, ...]]
+    states: tuple[StateOf, ...]
+    chunks: tuple[tuple[Chunk, ...], ...]
+
+    @classmethod
+    def of(cls, session: Session, graph: Graph) -> Resting:
+        """What rests in the training of a session, of which this step was observed."""
+        offloading = Offloading(session.device, MemOptConfig(offload="disk"))  # nothing goes there
+        at_rest = AtRest(session.model, session.optimizers, offloading, _alone, silent, Parts(), frozenset())
+        states = at_rest.states.found(graph, timed=False)
+        chunks = at_rest.states.chunks(graph, states)
+        weights = {path: tuple(own) for path, own in at_rest.weights.may_be_parked().items()}
+        return cls(weights, tuple(states), tuple(map(tuple, chunks)))
+
+
+@dataclass(frozen=True)
+class Parked:
+    """A step with all of it parked.
+
+    graph: the step.
+    states, weights: what is parked, and what that costs on a card.
+    """
+
+    graph: Graph
+    states: tuple[StateParking, ...]
+    weights: tuple[WeightParking, ...]
+
+    @classmethod
+    def of(cls, resting: Resting, graph: Graph, tier: str, rates: MachineRates) -> Parked:
+        """`graph`: the step as it is, with the seconds of its ops on the card. `rates`: those of the card's links."""
+        blocks, ahead = kind_of(graph.device).allocated_nbytes, not kind_of(graph.device).is_host
+        movable, _ = weights_in_step.movable(graph, weights_in_step.read_units(graph, resting.weights))
+        units = weights_in_step.priced(graph, movable, ahead, tier, rates.in_seconds)
+
+        def on_card(state: StateOf) -> StateOf:
+            out, back = (sum(each(tier, n) for n in state.sizes) for each in (rates.out_seconds, rates.in_seconds))
+            parking = replace(state.parking, tier=tier, copy_seconds=out + back, seconds=out + back)
+            return StateOf(parking, tuple(map(blocks, state.sizes)), back)
+
+        states = states_in_step.priced(graph, [on_card(state) for state in resting.states], resting.chunks)
+        step = weights_in_step.parked_weights(graph, movable, ahead) if movable else graph
+        step = states_in_step.parked(step, states, resting.chunks) if states else step
+        return cls(step, tuple(state.parking for state in states), tuple(unit.parking for unit in units))
+
+
+def resting_text(states: tuple[StateParking, ...], weights: tuple[WeightParking, ...]) -> str:
+    """A text: what is parked, and how a loop puts such a model on a card; "" if nothing is."""
+    texts = [states_text(states)] if states else []
+    if weights:
+        texts.append(f"{weights_text(weights)}: put the model on the card by to_device(model)")
+    return "; ".join(texts)
