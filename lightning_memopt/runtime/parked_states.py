@@ -31,6 +31,7 @@ from torch import optim
 
 from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import OffloadError
+from lightning_memopt.native import counter_of
 from lightning_memopt.record import fills, is_plain, uncompiled, unwatched
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of, in_shared_memory
@@ -332,9 +333,11 @@ class ParkedStates:
 
     def _begin_one(self, state: ParkedState, name: Any) -> None:
         t, stored = dict.__getitem__(state, name), state.away[name]
+        counter = counter_of(t.device)
         with below_autograd(), unwatched():
             state.coming[name] = False
-            t.untyped_storage().resize_(stored.nbytes)
+            with contextlib.nullcontext() if counter is None else counter.hidden():  # an observed step has its state already
+                t.untyped_storage().resize_(stored.nbytes)
             stored.fetch(bytes_of(t))
             state.coming[name] = True
 

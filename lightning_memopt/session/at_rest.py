@@ -16,6 +16,7 @@ from itertools import accumulate
 
 from torch import nn, optim
 
+from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph, unmodified_levels
 from lightning_memopt.plan import StateParking, WeightParking, states_text, weights_text
@@ -160,6 +161,7 @@ class AtRest(Part):
         self.states = StatesAtRest(model, optimizers, offloading, alone, say, parts)
         self.weights = WeightsAtRest(model, offloading, alone, say, parts, written)
         self._offloading = offloading
+        self._observed: tuple[StateParking, ...] = ()
         if offloading.tier:
             parts.add(self)
 
@@ -167,20 +169,26 @@ class AtRest(Part):
 
     def begins(self, tensors: Sequence[Named], budget_nbytes: int) -> None:
         """The first step is about to be observed. `tensors`: those that are there. If they exceed the budget, all frozen
-        weights that can be are parked before it. Raises InfeasibleError if the others exceed it, too.
+        weights that can be are parked before it. If they do together with gradients and the state that updates will make, all
+        state that can be is parked in observed steps, too. Raises InfeasibleError if the others exceed the budget.
         """
         device, headroom = self._offloading.device, self._offloading.config.headroom
         self.weights.tell_of_placed()
         units = self.weights.may_be_parked() if self._offloading.tier else {}
-        if units and resident_nbytes(tensors, device) > budget_nbytes - headroom:
+        resident, limit = resident_nbytes(tensors, device), budget_nbytes - headroom
+        if units and resident > limit:
             self.weights.put_modules(tuple(units))
+        states = self.states.all_of(kind_of(device.type).allocated_nbytes)
+        gradients = sum(t.nbytes for t, kind, _ in tensors if kind == "parameter" and t.requires_grad)
+        if resident + gradients + sum(state.nbytes for state in states) > limit:
+            self._observed = states
         refuse_hopeless(tensors, device, budget_nbytes, headroom)
 
     def step_begins(self, state: object, limit_nbytes: int | None) -> None:
         if isinstance(state, Running):
             self._put(state)
         else:
-            self.states.put(())
+            self.states.put(self._observed)
 
     def between_steps(self, state: object) -> None:
         if isinstance(state, Running):

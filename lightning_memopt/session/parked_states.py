@@ -1,12 +1,13 @@
 """Optimizer state that a session parks between updates: which of it can be parked, and when it moves.
 
-Observed steps have all state on the device.
+Observed steps have all state on the device, if there is room for it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn, optim
@@ -135,15 +136,37 @@ class StatesAtRest(Part):
         """All state that can be parked, as it is, or as the first update will make it. `timed`: with the seconds of copies, for
         a step whose update has run: its graph has no state that is yet to be made.
         """
-        if not self.offloading.tier:
-            return []
-        tier = self.offloading.tier
-        device = self.offloading.device
+        tier, rounded = self.offloading.tier, kind_of(graph.device).allocated_nbytes
         rates = None
+        found: dict[str, StateOf] = {}
+        for name, sizes, is_there in self._each(rounded):
+            out = back = 0.0
+            if timed:
+                rates = rates or self.offloading.rates  # measured only where they are needed
+                out, back = (sum(each(tier, n) for n in sizes) for each in (rates.out_seconds, rates.in_seconds))
+            parking = StateParking(parameter=name, tier=tier, nbytes=sum(sizes), copy_seconds=out + back, seconds=out + back)
+            state = StateOf(parking, tuple(map(rounded, sizes)) if is_there or not timed else (), back)
+            other = found.get(name)  # of another optimizer
+            found[name] = state if other is None else other.and_of(state)
+        return self.priced(graph, list(found.values()))
+
+    def all_of(self, rounded: Callable[[int], int]) -> tuple[StateParking, ...]:
+        """All state that can be parked, without seconds. `rounded`: bytes -> those that the device's allocator gives."""
+        nbytes: Counter[str] = Counter()
+        for name, sizes, _ in self._each(rounded):
+            nbytes[name] += sum(sizes)
+        tier = self.offloading.tier
+        return tuple(StateParking(parameter=p, tier=tier, nbytes=n, copy_seconds=0.0, seconds=0.0) for p, n in nbytes.items())
+
+    def _each(self, rounded: Callable[[int], int]) -> Iterator[tuple[str, list[int], bool]]:
+        """The name of each parameter whose state can be parked, bytes of the tensors of it that one optimizer has or will make,
+        and whether it has.
+        """
+        if not self.offloading.tier:
+            return
+        device = self.offloading.device
         known = {id(p) for p in self.model.parameters()}
         names = {id(p): name for name, p in self.model.named_parameters() if p.requires_grad and is_on(device, p.device)}
-        rounded = kind_of(graph.device).allocated_nbytes
-        found: dict[str, StateOf] = {}
         for optimizer in self.optimizers:
             groups = optimizer.param_groups
             ours = [(group, p) for group in groups for p in group["params"] if id(p) in names]
@@ -152,23 +175,11 @@ class StatesAtRest(Part):
             if not ours or not self._may(optimizer):
                 continue
             for group, p in ours:
-                sizes = parkable(optimizer, p)
-                is_there = not timed or bool(optimizer.state.get(p))
-                if not optimizer.state.get(p):
+                is_there, sizes = bool(optimizer.state.get(p)), parkable(optimizer, p)
+                if not is_there:
                     sizes = [n for n in rehearse(optimizer, [(group, [p])], device, rounded).state if n >= LEAST_NBYTES]
-                if not sizes:
-                    continue
-                out = back = 0.0
-                if timed:
-                    rates = rates or self.offloading.rates  # measured only where they are needed
-                    out, back = (sum(each(tier, n) for n in sizes) for each in (rates.out_seconds, rates.in_seconds))
-                parking = StateParking(
-                    parameter=names[id(p)], tier=tier, nbytes=sum(sizes), copy_seconds=out + back, seconds=out + back
-                )
-                state = StateOf(parking, tuple(map(rounded, sizes)) if is_there else (), back)
-                other = found.get(parking.parameter)  # of another optimizer
-                found[parking.parameter] = state if other is None else other.and_of(state)
-        return self.priced(graph, list(found.values()))
+                if sizes:
+                    yield names[id(p)], sizes, is_there
 
     def priced(self, graph: Graph, states: Sequence[StateOf]) -> list[StateOf]:
         """These states, priced for a step in which they are parked, and no others."""

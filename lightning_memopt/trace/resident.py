@@ -29,6 +29,8 @@ def adopt_all(
         version = recorder.of_storage.get(storage_id(t))
         if version is None:
             version = recorder.adopt(t)
+            if kind == "optimizer_state" and not version.nbytes:
+                version.nbytes = t.nbytes  # it is in a tier, and its storage is empty
             recorder.tape.versions[version.id] = version
             tracer.adopt(version, kind, name)
     backend = backend_of(tracer.device)

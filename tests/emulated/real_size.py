@@ -150,7 +150,6 @@ class Card:
 
     larger: the card has no room for the weights. Frozen ones are in the host's memory from the beginning.
     offload: what rests may be there, too.
-    early: parameters are updated in backward.
     """
 
     build: Callable[[], Made]
@@ -160,7 +159,6 @@ class Card:
     tile: str = "off"
     larger: bool = False
     offload: str = "none"
-    early: bool = False
 
 
 CARDS = {
@@ -175,7 +173,6 @@ CARDS = {
     "llama-8b-lora-12gib": Card(partial(llama_8b, True, 2048), 12, 10, larger=True, offload="host"),
     "llama-70b-lora-24gib": Card(partial(llama_70b, 2048), 24, 22, larger=True, offload="host"),
     "llama-8b-40gib": Card(partial(llama_8b, False, 4096), 40, 38, tile="exact", offload="host"),
-    "llama-8b-24gib": Card(partial(llama_8b, False, 4096), 24, 23, tile="exact", offload="host", early=True),
     "sdxl-like-16gib": Card(sdxl, 16, 15, offload="host"),
 }
 
@@ -214,10 +211,9 @@ def measure(name: str) -> None:
     streams._available_nbytes = lambda: 1 << 40  # the host of such a card has room for all that rests
     row = run(
         f"{name}, {card.gib} GiB",
-        *(made, optimizer, int(card.budget * GIB), card.update, steps + 2 * card.early),
+        *(made, optimizer, int(card.budget * GIB), card.update, steps),
         tile=card.tile,
         offload=card.offload,
-        optimizer_in_backward="always" if card.early else "never",
     )
     print(row, flush=True)
     raise SystemExit(not row.holds)

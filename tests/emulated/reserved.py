@@ -144,9 +144,7 @@ def run(
         warnings.simplefilter("ignore")
 
         def step() -> None:
-            loss = module(batch()).square().mean()
-            with session.last_backward():
-                loss.backward()
+            module(batch()).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
 

@@ -53,3 +53,13 @@ def test_state_comes_while_other_state_goes(kind: str) -> None:
     parked = [state for state in status.plan.states if state.nbytes >= 32 * MIB]
     assert len(parked) == 4 and any(state.seconds < state.copy_seconds for state in parked)
     assert status.measured_peak_nbytes <= status.predicted_peak_nbytes <= status.plan.budget_nbytes
+
+
+def test_state_that_never_is_on_the_card_as_a_whole() -> None:
+    """Weights, gradients and state take 384 MiB: observed steps have the state of a chunk on the card, too."""
+    plain, _ = train(None, fused=True)
+    before = device.races()
+    torch.cuda.empty_cache()
+    found, status = train(340 * MIB, fused=True)
+    assert all(map(torch.equal, found, plain)) and device.races() == before
+    assert status.plan.states and status.measured_peak_nbytes <= status.predicted_peak_nbytes <= 340 * MIB

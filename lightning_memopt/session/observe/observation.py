@@ -35,7 +35,7 @@ from lightning_memopt.runtime.engine.units import Units
 from lightning_memopt.session.forward.gathering import Watched, observed_code
 from lightning_memopt.session.forward.recording import Recording, hooks_allowed
 from lightning_memopt.session.observe.final_gradients import NEVER, Final, freed_early, kept, settled, with_updates
-from lightning_memopt.session.observe.resident import away_nbytes, resident_tensors
+from lightning_memopt.session.observe.resident import away_nbytes, away_state_nbytes, resident_tensors
 from lightning_memopt.torch_private import (
     OpOverload,
     current_mode,
@@ -112,7 +112,7 @@ class Observation:
         self.evicted = False
         self.overwritten: set[int] = set() if overwritten is None else overwritten
         self._lost: set[int] = set()
-        self._away_nbytes = 0  # of weights in a tier, which the graph has nevertheless
+        self._away_nbytes = 0  # of what is in a tier, and the graph has nevertheless
         self._unverified: set[str] = set()
         self._engines: list[weakref.ref[ObservingEngine]] = []
         self._round: tuple[Tracer, ObservingEngine, Recorder] | None = None
@@ -162,8 +162,9 @@ class Observation:
             rest = Rest(tracer)
             tracer.passes = rest.takes
             self._rest.callback(rest.end)
-        self._away_nbytes = away_nbytes(self.model)
-        adopt_all(tracer, recorder, resident_tensors(self.model, self.optimizers, batch), self._away_nbytes)
+        weights, states = away_nbytes(self.model), away_state_nbytes(self.optimizers)
+        adopt_all(tracer, recorder, resident_tensors(self.model, self.optimizers, batch), weights + states)
+        self._away_nbytes = weights + (0 if counts is not None else states)  # the counter does not count empty storages
         units = units_of(self.model)
         self._round = tracer, engine, recorder
         ungraded = (p for p in self.model.parameters() if p.requires_grad and gradient_of(p) is None)

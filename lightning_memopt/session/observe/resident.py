@@ -70,6 +70,11 @@ def away_nbytes(model: nn.Module) -> int:
     return sum(p.nbytes for p in model.parameters() if is_away(p)) if AWAY else 0
 
 
+def away_state_nbytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Bytes of optimizer state that is in a tier now, so that its storages are empty."""
+    return sum(t.nbytes for t, _, _ in state_tensors(optimizers) if t.nbytes and not t.untyped_storage().nbytes())
+
+
 def resident_nbytes(tensors: Iterable[Named], device: torch.device) -> int:
     """Bytes of the distinct storages of these tensors on the device."""
     return sum(sizes(tensors, device))

@@ -404,6 +404,23 @@ def test_the_smallest_plan_parks_all_state() -> None:
     assert status.measured_peak_nbytes <= status.plan.budget_nbytes
 
 
+def test_state_that_has_no_room_is_away_from_the_first_update_on() -> None:
+    """Weights, gradients and state together exceed the budget, so observed steps have no state on the device either."""
+    least = trained_by("min")[0].plan.budget_nbytes
+    plain = trained_by(None)[1]
+    for budget, first in ((least + MIB // 4, 12), (least + 3 * MIB, 0)):
+        there: list[int] = []
+
+        def adamw_seen(params: Any, lr: float, there: list[int] = there) -> optim.Optimizer:
+            optimizer = optim.AdamW(params, lr=lr)
+            optimizer.register_step_pre_hook(lambda *_: there.append(away(optimizer)))
+            return optimizer
+
+        status, bits = trained_by(budget, make=adamw_seen)
+        assert bits == plain and there[:2] == [0, first] and status.measured_peak_nbytes <= budget
+        assert 0 <= status.predicted_peak_nbytes - status.measured_peak_nbytes <= 4096
+
+
 class Gan(nn.Module):
     def __init__(self) -> None:
         super().__init__()
