@@ -16,21 +16,14 @@ from lightning_memopt.errors import MemOptError
 from lightning_memopt.fitting import plans
 from lightning_memopt.fitting.cards import CONTEXT_NBYTES, Card, cards_of, of_the_host
 from lightning_memopt.fitting.checkpointing import CHECKPOINTED, Checkpointed
+from lightning_memopt.fitting.found import OFFLOAD, Other
 from lightning_memopt.fitting.options import Options
 from lightning_memopt.fitting.recording import Recorded
 from lightning_memopt.fitting.resting import resting_text
 from lightning_memopt.fitting.sharding import SHARDED, StepOf, numbers_of
 from lightning_memopt.fitting.sizes import LARGEST, Most, at_sizes, most, most_unmodified, needed_nbytes
 from lightning_memopt.fitting.sources import Source, source_of
-from lightning_memopt.fitting.techniques import (
-    LIMIT_SECONDS,
-    OFFLOAD,
-    SEARCH_SECONDS,
-    Other,
-    Techniques,
-    check,
-    config_of,
-)
+from lightning_memopt.fitting.techniques import LIMIT_SECONDS, SEARCH_SECONDS, Techniques, check, config_of
 from lightning_memopt.fitting.values import GIVEN
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import TiledHead, tiles_text

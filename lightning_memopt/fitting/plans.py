@@ -8,7 +8,7 @@ from typing import Protocol
 
 from lightning_memopt import jsonio
 from lightning_memopt.errors import ConfigError, InfeasibleError
-from lightning_memopt.fitting.techniques import RECOMPUTE
+from lightning_memopt.fitting.found import RECOMPUTE
 from lightning_memopt.plan import write_plan
 from lightning_memopt.solvers.frontier import Frontier
 from lightning_memopt.units import format_nbytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -20,6 +20,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import ConfigError, InfeasibleError, MemOptError
 from lightning_memopt.fitting.cards import Card
+from lightning_memopt.fitting.found import Found, Other
 from lightning_memopt.fitting.recording import Recorded
 from lightning_memopt.fitting.resting import Parked, Resting
 from lightning_memopt.fitting.sizes import at_sizes
@@ -34,9 +35,8 @@ from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.tiling import why_not
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.frontier import Candidate, Frontier
-from lightning_memopt.units import ceil_div, format_nbytes
+from lightning_memopt.units import ceil_div
 
-RECOMPUTE, TILES, OFFLOAD, EARLY = "recompute", "loss head in tiles", "offload", "early updates"
 SEARCH_SECONDS, LIMIT_SECONDS = 10.0, 60.0
 """Time limits of the search for faster plans, and of all searches, with what the user allows. A plan for the smallest card is
 looked for to the end.
@@ -93,63 +93,6 @@ class _OfCard(Offloading):
     @cached_property
     def rates(self) -> MachineRates:
         return self._of_card
-
-
-@dataclass(frozen=True)
-class Found:
-    """The best plan that was found for a card.
-
-    plan: the plan, or the smallest one if none fits.
-    fits: whether it fits.
-    seconds: what it takes on this card beyond the unmodified step.
-    """
-
-    plan: Plan
-    fits: bool
-    seconds: float
-
-    @property
-    def nbytes(self) -> int:
-        """What the plan needs, as a budget counts it."""
-        return self.plan.predicted.needed_nbytes if self.fits else self.plan.budget_nbytes
-
-    @property
-    def techniques(self) -> tuple[str, ...]:
-        plan = self.plan
-        moves = plan.parks or plan.states or plan.weights
-        used = {RECOMPUTE: plan.predicted.rebuilt_ops, TILES: plan.tiles, OFFLOAD: moves, EARLY: plan.updates}
-        return tuple(name for name, uses in used.items() if uses)
-
-    @property
-    def offloaded_nbytes(self) -> int:
-        """Bytes that a step copies to the tier, and back."""
-        return self.plan.predicted.moved_nbytes // 2
-
-
-@dataclass(frozen=True)
-class Other:
-    """What more techniques would bring on a card that no plan fits.
-
-    offload, optimizer_in_backward: the options of a run that allow them.
-    tile: this option, where it must be another one than was asked about; "" where it need not.
-    missing_nbytes: bytes by which the smallest plan would be too large; 0 if one would fit.
-    slowdown: predicted seconds of a step by the plan that fits, as a multiple of the unmodified one's; None if none does.
-    """
-
-    offload: str
-    optimizer_in_backward: str
-    tile: str
-    missing_nbytes: int
-    slowdown: float | None
-
-    @property
-    def text(self) -> str:
-        given = {"tile": (self.tile, ""), "offload": (self.offload, "none")}
-        given["optimizer_in_backward"] = self.optimizer_in_backward, "never"
-        options = " and ".join(f"{name}={value!r}" for name, (value, default) in given.items() if value != default)
-        if self.slowdown is None:
-            return f"with {options}, {format_nbytes(self.missing_nbytes)} would be missing"
-        return f"the step fits with {options}, x{self.slowdown:.2f}"
 
 
 class Techniques:

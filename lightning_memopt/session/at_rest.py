@@ -31,7 +31,7 @@ from lightning_memopt.session.parked_weights import WeightsAtRest
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.solve.refusals import refuse_hopeless
-from lightning_memopt.session.solve.solving import IN_FORCE, NONE_SMALLER, SOLVING, Solved, in_force
+from lightning_memopt.session.solve.solving import IN_FORCE, NONE_SMALLER, SOLVING, Solved, say_in_force
 from lightning_memopt.session.worth import most_extra_seconds
 from lightning_memopt.solvers.frontier import Frontier, with_rest
 
@@ -272,7 +272,7 @@ class AtRest(Part):
             raise chosen.refusal
         assert chosen.solved is not None
         if chosen.rests:
-            say(in_force(chosen.solved.plan, chosen.solved.frontier, graph))
+            say_in_force(say, chosen.solved.plan, chosen.solved.frontier, graph)
         if states:
             say(f"MemOpt: parked between updates: {states_text(states)}; {_copies_text(states)}")
         if weights:

@@ -108,11 +108,11 @@ def frontier_of(
     )
 
 
-def in_force(plan: Plan, frontier: planner.Frontier, graph: Graph) -> str:
-    """The line that says which plan of a frontier is in force. `graph`: that of the step without it."""
+def say_in_force(say: Say, plan: Plan, frontier: planner.Frontier, graph: Graph) -> None:
+    """Say which plan of a frontier is in force. `graph`: that of the step without it."""
     before = "as compiled" if any(op.name == COMPILED for op in graph.ops) else "unmodified"
     unmodified_nbytes = unmodified_peak(frontier.machine.usual_step(graph), frontier.machine)
-    return (
+    say(
         f"MemOpt: plan in force: predicted peak {format_nbytes(plan.predicted.needed_nbytes)} of "
         f"{format_nbytes(plan.budget_nbytes)}, {before} {format_nbytes(unmodified_nbytes)}; extra "
         f"{1e3 * plan.predicted.seconds:.1f} ms a step, no plan below {1e3 * plan.lower_bound_seconds:.1f} ms; "
@@ -158,7 +158,7 @@ def chosen(
         plan = frontier.plan(error.smallest_nbytes)
     compiled = any(op.name == COMPILED for op in graph.ops)
     unmodified_nbytes = unmodified_peak(frontier.machine.usual_step(graph), frontier.machine)
-    say(in_force(plan, frontier, graph))
+    say_in_force(say, plan, frontier, graph)
     if len(plan.updates) < len(graph.updates):
         say(
             f"MemOpt: {len(plan.updates)} of {len(graph.updates)} parameters are updated in backward: the budget needs no "

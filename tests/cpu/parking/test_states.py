@@ -135,50 +135,6 @@ def test_a_step_has_one_chunk_on_the_device() -> None:
     assert max(there) == 2 * 128 * 128 * 4 and len(there) == 8
 
 
-def there_nbytes(optimizer: optim.Optimizer) -> int:
-    """Bytes of state that have memory."""
-    tensors = (t for s in optimizer.state.values() for t in dict.values(s))
-    return sum(t.untyped_storage().nbytes() for t in tensors if t.nbytes >= parked_states.LEAST_NBYTES)
-
-
-def test_the_next_chunk_comes_while_one_is_updated() -> None:
-    """Where both take no more than the largest: bytes are those of one matrix at a time, and bits the plain ones."""
-    trained = Trained(model=wide)
-    there, ahead = [], []
-    read = trained.states._read
-
-    def reading(state: ParkedState, name: Any) -> None:
-        read(state, name)
-        there.append(there_nbytes(trained.optimizer))
-        ahead.append(sum(len(s.coming) for s in trained.optimizer.state.values() if type(s) is ParkedState and s is not state))
-
-    trained.states._read = reading  # type: ignore[method-assign]
-    for _ in range(2):
-        trained.step()
-    assert max(there) == 2 * 128 * 256 * 4 and max(ahead) == 2
-    assert not there_nbytes(trained.optimizer) and away(trained.optimizer) == 10
-    trained.states.close()
-    assert bits_left(trained) == plainly(2, model=wide)
-
-
-def test_state_that_came_for_no_update_goes_again() -> None:
-    """A parameter has no gradient in a step: its state has come ahead, and nobody reads it."""
-    trained, plain = Trained(model=wide), Trained(model=wide)
-    for each in (trained, plain):
-        torch.manual_seed(1)
-        each.backward()
-        each.model[3].weight.grad = None  # type: ignore[index, union-attr]
-    trained.states.park()
-    trained.states.step_begins()
-    trained.optimizer.step()
-    trained.states.step_ended()
-    plain.optimizer.step()
-    assert not there_nbytes(trained.optimizer) and away(trained.optimizer) == 10
-    for each in (trained, plain):
-        each.states.close()
-    assert bits_left(trained) == bits_left(plain)
-
-
 READERS: dict[str, Callable[[ParkedState], Any]] = {
     "item": lambda s: {name: s[name] for name in s},
     "get": lambda s: {name: s.get(name) for name in s},
@@ -402,23 +358,6 @@ def test_the_smallest_plan_parks_all_state() -> None:
     assert len(status.plan.states) == 6 and sum(state.nbytes for state in status.plan.states) == 3 * MIB
     assert without.plan.budget_nbytes - status.plan.budget_nbytes >= 2 * MIB
     assert status.measured_peak_nbytes <= status.plan.budget_nbytes
-
-
-def test_state_that_has_no_room_is_away_from_the_first_update_on() -> None:
-    """Weights, gradients and state together exceed the budget, so observed steps have no state on the device either."""
-    least = trained_by("min")[0].plan.budget_nbytes
-    plain = trained_by(None)[1]
-    for budget, first in ((least + MIB // 4, 12), (least + 3 * MIB, 0)):
-        there: list[int] = []
-
-        def adamw_seen(params: Any, lr: float, there: list[int] = there) -> optim.Optimizer:
-            optimizer = optim.AdamW(params, lr=lr)
-            optimizer.register_step_pre_hook(lambda *_: there.append(away(optimizer)))
-            return optimizer
-
-        status, bits = trained_by(budget, make=adamw_seen)
-        assert bits == plain and there[:2] == [0, first] and status.measured_peak_nbytes <= budget
-        assert 0 <= status.predicted_peak_nbytes - status.measured_peak_nbytes <= 4096
 
 
 class Gan(nn.Module):
