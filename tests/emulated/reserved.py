@@ -1,6 +1,6 @@
 """Reserved and allocated bytes of planned steps, predicted beside measured, on the emulated device in bytes mode.
 
-Usage: python -m tests.emulated.reserved [--budgets SHARE ...] [--updates UPDATE ...] [--keep] [MODEL ...]
+Usage: python -m tests.emulated.reserved [--budgets SHARE ...] [--updates UPDATE ...] [--offload TIER] [--keep] [MODEL ...]
 
 Without arguments: a choice of rows that takes some minutes. The whole table: --budgets 0 0.25 0.5 0.75 0.95 --updates foreach
 fused for-loop. PYTORCH_ALLOC_CONF=expandable_segments:True is another allocator. `--keep` writes the rows into
@@ -162,23 +162,26 @@ def run(
     return Row(name, update, *numbers, plan.solver, unmodified.peak_nbytes)
 
 
-def train(model: str, budget: str | int, update: str = "foreach") -> Row:
-    """A model trained within a budget, with one of `UPDATES`."""
+def train(model: str, budget: str | int, update: str = "foreach", offload: str = "none") -> Row:
+    """A model trained within a budget, with one of `UPDATES`. `offload`: that option of a run; the smallest plan may then take
+    any time.
+    """
     gc.collect()
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     made = MODELS[model]()
-    return run(model, made, torch.optim.AdamW(made[0].parameters(), **UPDATES[update]), budget, update)
+    options = {} if offload == "none" else {"offload": offload, "max_slowdown": 1e6}
+    return run(model, made, torch.optim.AdamW(made[0].parameters(), **UPDATES[update]), budget, update, **options)
 
 
-def rows(model: str, update: str, shares: tuple[float, ...]) -> Iterator[tuple[float, Row]]:
+def rows(model: str, update: str, shares: tuple[float, ...], offload: str = "none") -> Iterator[tuple[float, Row]]:
     """A model within some budgets, each with its share."""
-    smallest = train(model, "min", update)
+    smallest = train(model, "min", update, offload)
     if 0 in shares:
         yield 0, smallest
     for share in filter(None, shares):
         budget = int(smallest.measured_reserved + share * (smallest.unmodified - smallest.measured_reserved))
-        yield share, train(model, budget, update)
+        yield share, train(model, budget, update, offload)
 
 
 def keep(share: float, row: Row) -> None:
@@ -209,9 +212,12 @@ def main() -> None:
     parser.add_argument("models", nargs="*", choices=[[], *MODELS], metavar="MODEL", help=" ".join(MODELS))
     parser.add_argument("--budgets", nargs="+", type=float, default=SHARES, metavar="SHARE", help="0 is the smallest plan")
     parser.add_argument("--updates", nargs="+", choices=UPDATES, default=["foreach"])
+    parser.add_argument("--offload", choices=["none", "host"], default="none", help="what rests is in this tier")
     parser.add_argument("--keep", action="store_true", help="write the rows into benchmarks/results/reserved.json")
     arguments = parser.parse_args()
     models = arguments.models or [name for name in MODELS if name not in SLOW]
+    if arguments.keep and arguments.offload != "none":
+        parser.error("--keep is for the table of runs without offload")
     if not device.is_emulated() or device.is_bits():
         parser.error("this needs the emulated device in bytes mode: make emulated")
     print("MiB; torch's own allocator on an emulated device, not on a GPU")
@@ -219,7 +225,7 @@ def main() -> None:
     found = []
     for model in models:
         for update in arguments.updates:
-            for share, row in rows(model, update, tuple(arguments.budgets)):
+            for share, row in rows(model, update, tuple(arguments.budgets), arguments.offload):
                 print(row, flush=True)
                 if arguments.keep:
                     keep(share, row)
