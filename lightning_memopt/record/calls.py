@@ -325,10 +325,11 @@ def _enter(module: nn.Module, name: str, call: Callable[..., Any], shares: bool)
             _entries[id(module)] = (*others, _Entry(weakref.ref(module), name, call, shares))
 
 
-def _leave_entries(call: Callable[..., Any]) -> None:
+def _leave_entries(call: Callable[..., Any] | None) -> None:
+    """Forget this call, and the calls for modules that were freed: they may hold much memory."""
     with _lock:
         for key, entries in tuple(_entries.items()):
-            others = tuple(entry for entry in entries if entry.call is not call)
+            others = tuple(entry for entry in entries if entry.call is not call and entry.weak() is not None)
             if others:
                 _entries[key] = others
             else:
@@ -345,6 +346,7 @@ def beneath_calls(modules: dict[str, nn.Module], call: Callable[..., Any], share
     modules: emptied, because no module is kept alive. Modules that another caller of this function watches are left alone.
     shares: they are not; our call runs that of the other caller. Nor are they left alone by a later caller.
     """
+    _leave_entries(None)
     try:
         while modules:
             name, module = modules.popitem()

@@ -161,9 +161,19 @@ class ParkedState(dict[Any, Any]):
         return dict, (self.plain(),)
 
 
+def as_it_is(state: dict[Any, Any]) -> dict[Any, Any]:
+    """A parameter's state as it is: nothing comes back."""
+    return dict(dict.items(state))
+
+
 def values_of(state: Any) -> list[Any]:
     """The values of a parameter's state as they are: none comes back."""
     return list(dict.values(state)) if isinstance(state, dict) else [state]
+
+
+def is_any_parked() -> bool:
+    """Whether state of any optimizer is parked between its updates."""
+    return len(_living) > 0
 
 
 class ParkedStates:

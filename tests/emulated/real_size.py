@@ -9,6 +9,7 @@ them. As for the other tables (reserved.py): torch's own allocator, and no GPU.
 from __future__ import annotations
 
 import argparse
+import mmap
 import os
 import subprocess
 import sys
@@ -208,7 +209,8 @@ def measure(name: str) -> None:
         raise SystemExit(f"the plain step of {name} fits {card.gib} GiB: the row shows nothing")
     torch.cuda.empty_cache()
     steps = 6 if card.tile == "off" else 8  # two more are observed
-    streams._available_nbytes = lambda: 1 << 40  # the host of such a card has room for all that rests
+    streams._available_nbytes = lambda: 1 << 40  # the host of such a card has room for all that rests, which nobody touches
+    mmap.MAP_ANONYMOUS |= mmap.MAP_NORESERVE
     row = run(
         f"{name}, {card.gib} GiB",
         *(made, optimizer, int(card.budget * GIB), card.update, steps),

@@ -63,7 +63,10 @@ class HostPool:
                 f"({format_nbytes(available_nbytes)}) are left on this machine; ask for less"
             )
         locks = nbytes > 0 and backend_of(device).locks_pages
-        pages = _pages(nbytes) if locks else torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # whatever is the default
+        try:
+            pages = _pages(nbytes) if locks else torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # whatever is the default
+        except (OSError, RuntimeError) as error:
+            raise OffloadError(f"the system gives no {nbytes} bytes of host memory: {error}; offload less") from error
         self.bytes = pages[:nbytes]
         self.locked = locks and _lock(pages, device)
         self._unlock = weakref.finalize(self, _unlock, os.getpid(), pages, device, self.locked)

@@ -14,7 +14,7 @@ from lightning_memopt.device.places import is_on, on_host
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.graph.model import Kind
 from lightning_memopt.record import is_plain
-from lightning_memopt.runtime.parked_states import values_of
+from lightning_memopt.runtime.parked_states import is_any_parked, values_of
 from lightning_memopt.runtime.parked_weights import AWAY, is_away
 from lightning_memopt.session.forward.leaves import leaves_of
 from lightning_memopt.session.observe.graphs import pieces
@@ -72,6 +72,8 @@ def away_nbytes(model: nn.Module) -> int:
 
 def away_state_nbytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """Bytes of optimizer state that is in a tier now, so that its storages are empty."""
+    if not is_any_parked():
+        return 0
     return sum(t.nbytes for t, _, _ in state_tensors(optimizers) if t.nbytes and not t.untyped_storage().nbytes())
 
 

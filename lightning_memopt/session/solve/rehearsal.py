@@ -22,6 +22,7 @@ from torch import optim
 from lightning_memopt.device.places import has_memory, is_on, on_host
 from lightning_memopt.record import Outside
 from lightning_memopt.runtime.early_updates import step_without_hooks
+from lightning_memopt.runtime.parked_states import as_it_is
 from lightning_memopt.session.observe.graphs import pieces
 from lightning_memopt.torch_private import (
     WARNED_CAPTURABLE,
@@ -248,7 +249,7 @@ def _double(
     for p, q in zip(params, blank, strict=True):
         q.grad = _blank(_gradient(p))
         if optimizer.state.get(p):
-            double.state[q] = tree_map_only(torch.Tensor, _blank, dict(optimizer.state[p]))
+            double.state[q] = tree_map_only(torch.Tensor, _blank, as_it_is(optimizer.state[p]))
     return double, blank
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,8 @@ from torch import Tensor, nn, optim
 from torch.utils import swap_tensors
 from torch.utils.checkpoint import checkpoint
 
-from lightning_memopt import optimize
-from lightning_memopt.runtime.parked_weights import is_away
+from lightning_memopt import optimize, to_device
+from lightning_memopt.runtime.parked_weights import AWAY, is_away
 from tests.cpu.lib.engines import elements
 from tests.cpu.lib.parked import parked_of
 from tests.cpu.lib.said import listening
@@ -269,3 +270,14 @@ def test_weights_that_the_step_writes_through_data_stay() -> None:
     assert bits == trained(False)[0]
     assert {unit.module for unit in plan.weights} == {"0", "1", "2", "4"}
     assert "the step writes weights of their modules (3)" in text
+
+
+def test_a_model_that_was_let_go_leaves_no_weights_in_the_tier() -> None:
+    """As soon as another model is watched, and Python has collected."""
+    before = len(AWAY)
+    model = to_device(layers(), "cpu")
+    assert len(AWAY) == before + 6
+    del model
+    with parked_of(layers(1)):
+        gc.collect()
+        assert len(AWAY) == before + 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import importlib
 import pickle
 import sys
@@ -19,7 +20,7 @@ from torch import nn
 from lightning_memopt import live_objects, optimize
 from lightning_memopt.compiled import compiles
 from lightning_memopt.native import engine, install
-from lightning_memopt.record import around_calls, drop_seams, keep_seams
+from lightning_memopt.record import around_calls, beneath_calls, drop_seams, keep_seams
 from lightning_memopt.record.calls import CALL
 from lightning_memopt.record.settings import SETTERS
 from lightning_memopt.torch_private import INDUCTOR
@@ -71,6 +72,8 @@ def counting() -> Iterator[Counter[str]]:
 
 def calls_of(n: int, by: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> Counter[str]:
     """The calls of the n-th step, beyond those of the plain step. `by`: opens the run."""
+    with beneath_calls({}, print):  # lets go of the models that other tests left
+        gc.collect()
     plain, run = made(), made()
     for _ in range(2):
         step(*plain)
