@@ -29,6 +29,8 @@ from tests.emulated.reserved import HEADER, MIB, Loss, Made, run
 from tests.emulated.unet import DiffusionUNet
 
 GIB = 1 << 30
+_NO_RESERVE = 0x4000
+"""Linux's MAP_NORESERVE, for which Python 3.11 has no name."""
 configs: Any = transformers
 """Its configurations take keywords that their signatures do not name."""
 
@@ -210,7 +212,7 @@ def measure(name: str) -> None:
     torch.cuda.empty_cache()
     steps = 6 if card.tile == "off" else 8  # two more are observed
     streams._available_nbytes = lambda: 1 << 40  # the host of such a card has room for all that rests, which nobody touches
-    mmap.MAP_ANONYMOUS |= mmap.MAP_NORESERVE
+    mmap.MAP_ANONYMOUS |= _NO_RESERVE
     row = run(
         f"{name}, {card.gib} GiB",
         *(made, optimizer, int(card.budget * GIB), card.update, steps),
