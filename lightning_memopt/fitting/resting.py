@@ -66,9 +66,11 @@ class Parked:
     weights: tuple[WeightParking, ...]
 
     @classmethod
-    def of(cls, resting: Resting, graph: Graph, tier: str, rates: MachineRates) -> Parked:
-        """`graph`: the step as it is, with the seconds of its ops on the card. `rates`: those of the card's links."""
-        blocks, ahead = kind_of(graph.device).allocated_nbytes, not kind_of(graph.device).is_host
+    def of(cls, resting: Resting, graph: Graph, tier: str, rates: MachineRates, ahead: bool) -> Parked:
+        """`graph`: the step as it is, with the seconds of its ops on the card. `rates`: those of the card's links. `ahead`:
+        weights are copied while the module before theirs computes.
+        """
+        blocks = kind_of(graph.device).allocated_nbytes
         movable, _ = weights_in_step.movable(graph, weights_in_step.read_units(graph, resting.weights))
         units = weights_in_step.priced(graph, movable, ahead, tier, rates.in_seconds)
 

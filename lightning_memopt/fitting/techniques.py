@@ -130,7 +130,7 @@ class Techniques:
         self._early_steps: dict[Heads, Recorded | str] = {}
         self._tiled: dict[float, list[Frontier]] = {}
         self._resting = resting
-        self._at_rest: dict[tuple[int, float], Frontier] = {}
+        self._at_rest: dict[tuple[int, float, bool], Frontier] = {}
 
     @property
     def always(self) -> bool:
@@ -250,18 +250,19 @@ class Techniques:
             if config.optimizer_in_backward != "never":
                 updating = self._early(config.solver_seconds, base.tiles)
                 base = base if isinstance(updating, str) else updating
-            timed = card.timed(base.graph)
-            parked = Parked.of(self._resting, timed, tier, card.rates)
-            if not parked.states and not parked.weights:
-                continue
-            key = id(base), config.solver_seconds
-            if key not in self._at_rest:
-                solved = self._solved(parked.graph, base.machine, config.solver_seconds)
-                self._at_rest[key] = replace(solved, tiles=base.tiles)
-            joint = self._joint(card, self._at_rest[key], config, card.rates)
-            frontiers.append(replace(joint, states=parked.states, weights=parked.weights))
-            if frontiers[-1].smallest_nbytes <= enough_nbytes:
-                break
+            timed, is_host = card.timed(base.graph), kind_of(self._source.device).is_host
+            for ahead in (False,) if is_host or not self._resting.weights else (True, False):
+                parked = Parked.of(self._resting, timed, tier, card.rates, ahead)
+                if not parked.states and not parked.weights:
+                    break
+                key = id(base), config.solver_seconds, ahead
+                if key not in self._at_rest:
+                    solved = self._solved(parked.graph, base.machine, config.solver_seconds)
+                    self._at_rest[key] = replace(solved, tiles=base.tiles)
+                joint = self._joint(card, self._at_rest[key], config, card.rates)
+                frontiers.append(replace(joint, states=parked.states, weights=parked.weights))
+                if joint.smallest_nbytes <= enough_nbytes:
+                    return frontiers
         return frontiers
 
     def _best(self, card: Card, frontiers: Sequence[Frontier]) -> Found:

@@ -308,11 +308,15 @@ def _fastest(frontier: Frontier, rests: Rests, limit_nbytes: int) -> Rests:
     return rests.only(cheapest[: best[1]])
 
 
+def _surely_seconds(each: StateOf | UnitOf) -> float:
+    """Seconds of its copies, less those that other state's may hide."""
+    return each.parking.copy_seconds - (each.back_seconds if isinstance(each, StateOf) else 0.0)
+
+
 def _least_seconds(graph: Graph, rests: Rests, ahead: bool, limit_nbytes: int) -> float:
     """No step within the limit takes fewer extra seconds: whatever is rebuilt, what rests must make room for the rest of the
     step. `ahead`: copies may run while the step computes. `rests`: priced without that.
     """
     excess = max(fixed_levels(graph), default=0) - limit_nbytes
-    cheapest = rests.by_price()[0].parking
-    copies = max(0, excess) * cheapest.seconds / cheapest.nbytes
+    copies = max(0, excess) * min(_surely_seconds(each) / each.parking.nbytes for each in rests.by_price())
     return max(0.0, copies - graph.step_seconds) if ahead else copies
