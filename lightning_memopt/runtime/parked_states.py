@@ -3,7 +3,7 @@
 The tensors stay the user's own objects. Only their storages are emptied and filled again, so the optimizer computes the bits
 that it computes without us. A parameter's state is a dict (`ParkedState`) whose tensors come back when they are read, whoever
 reads them: the update, `state_dict()`, a loop that logs a norm. `Optimizer.step` goes through its groups one after the other:
-for one step, `_Chunks` gives it smaller groups, so that the state of only a few parameters is on the device: that of the chunk
+for one step, `Chunks` gives it smaller groups, so that the state of only a few parameters is on the device: that of the chunk
 which is updated and, if both take no more than the largest chunk, that of the next one, which comes while this one goes.
 
 S1. A storage is emptied only after its copy out has ended, and its copy is dropped only after the copy back has: whatever fails
@@ -21,14 +21,15 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import CodeType, FrameType
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import optim
 
+from lightning_memopt.device.backends import backend_of
 from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.native import counter_of
@@ -36,29 +37,9 @@ from lightning_memopt.record import fills, is_plain, uncompiled, unwatched
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of, in_shared_memory
 from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
+from lightning_memopt.runtime.state_chunks import Chunks, chunks_of
 from lightning_memopt.runtime.tiers import Stored
 from lightning_memopt.torch_private import storage_id, storage_use_count, tensor_use_count
-
-_CHUNK_NBYTES = 32 << 20
-"""The most state that a usual step has on the device at a time, if no parameter has more."""
-_CHUNKS = 16
-"""Where that is more, a usual step has this part of all state on the device: a step of so many parts takes little longer."""
-
-
-@dataclass(frozen=True)
-class GroupChunk:
-    """Parameters of a group that a step updates together.
-
-    group: their group.
-    params: these parameters.
-    nbytes: bytes of their state that is parked.
-    comes_ahead: it is copied back while the chunk before it is updated.
-    """
-
-    group: dict[str, Any]
-    params: list[torch.Tensor]
-    nbytes: int
-    comes_ahead: bool
 
 
 class ParkedState(dict[Any, Any]):
@@ -86,6 +67,16 @@ class ParkedState(dict[Any, Any]):
         for name in tuple(self.away):
             self._read(self, name)
         return dict(dict.items(self))
+
+    def on_host(self) -> dict[Any, Any]:
+        """The same state as a plain dict, with copies in the host's memory of what is away, which stays away."""
+        return dict(dict.items(self)) | {
+            name: _copy_on_host(dict.__getitem__(self, name), self.away[name]) for name in self.away
+        }
+
+    def read_by(self, read: Callable[[ParkedState, Any], None]) -> None:
+        """From now on, `read` is told of what is read."""
+        self._read = read
 
     def _there(self, name: Any) -> None:
         if name in self.away:
@@ -205,7 +196,7 @@ class ParkedStates:
         self._lock = threading.RLock()
         self._nbytes = {id(p): nbytes for p, nbytes in parameters.items()}
         self._groups: list[dict[str, Any]] | None = None
-        self._hook: Any = optimizer.register_state_dict_post_hook(_with_plain_states)
+        self._hook: Any = optimizer.register_state_dict_post_hook(partial(_with_plain_states, weakref.ref(self)))
         _living.add(self)
 
     def has(self, p: torch.Tensor) -> bool:
@@ -228,12 +219,19 @@ class ParkedStates:
                 if type(state) is ParkedState:
                     self.optimizer.state[p] = state.plain()
 
-    def close(self) -> None:
-        """As `fetch`, and nothing is parked any more. May be called again."""
+    def close(self) -> bool:
+        """Nothing is parked any more, as far as the device has room for it. May be called again. Returns whether all is there:
+        otherwise it stays in the tier, and comes back as it is read.
+        """
+        if not _have_room(state for p in self.parameters if type(state := self.optimizer.state.get(p)) is ParkedState):
+            self._give_back_groups()
+            self._tell("the device has no room for all of it at once, so it stays in the tier, and comes back as it is read")
+            return False
         self.fetch()
         self.parameters = []
         self._nbytes = {}
         self._hook.remove()
+        return True
 
     # -- updates -----------------------------------------------------------------------------------
 
@@ -242,7 +240,7 @@ class ParkedStates:
         self._give_back_groups()
         self._groups = self.optimizer.param_groups
         code = inspect.unwrap(type(self.optimizer).step).__code__
-        self.optimizer.param_groups = _Chunks(self._groups, code, self._in_chunks)
+        self.optimizer.param_groups = Chunks(self._groups, code, self._in_chunks)
 
     def step_ended(self) -> None:
         """A step is over: park what it did not."""
@@ -253,7 +251,7 @@ class ParkedStates:
 
     def _give_back_groups(self) -> None:
         groups, self._groups = self._groups, None
-        if groups is not None and type(self.optimizer.param_groups) is _Chunks:
+        if groups is not None and type(self.optimizer.param_groups) is Chunks:
             groups[:] = self.optimizer.param_groups  # a hook may have added one
             self.optimizer.param_groups = groups
 
@@ -305,6 +303,7 @@ class ParkedStates:
                     return
                 states[p] = ParkedState(states[p], self._read)
             state = states[p]
+            state.read_by(self._read)  # an earlier plan may have parked it
             for name in tuple(state.coming):  # the update left it out
                 self._stop(state, name)
             for name in tuple(dict.keys(state)):
@@ -378,6 +377,9 @@ class ParkedStates:
             if not self._updating:
                 self._tell("the loop reads it between updates, and it comes back for that; it is parked again in the next step")
 
+    def tell_of_checkpoint(self) -> None:
+        self._tell("the device has no room for all of it at once, so a checkpoint has it in the host's memory")
+
     def _tell(self, what: str) -> None:
         if what not in self._said:
             self._said.add(what)
@@ -397,39 +399,6 @@ def _before_fork() -> None:
 os.register_at_fork(before=_before_fork)
 
 
-def chunks_of(groups: Iterable[dict[str, Any]], parked: Mapping[int, int]) -> list[GroupChunk]:
-    """The chunks of a step, in the order of groups and parameters, so that state is made in the order of the plain run. A chunk
-    has state that is parked, or state that stays; small parameters are in the chunk of those before them. `parked`: identity of
-    a parameter whose state is parked -> bytes of that state.
-    """
-    most = min(_CHUNK_NBYTES, sum(parked.values()) // _CHUNKS)
-    parts = [(group, part) for group in groups for part in _parts(group["params"], parked, most // 2)]
-    sizes = [sum(parked.get(id(p), 0) for p in part) for _, part in parts]
-    most = max(most, *sizes, 0)
-    before = [most, *sizes]
-    return [
-        GroupChunk(group, part, nbytes, 0 < nbytes <= most - nbytes_before)
-        for (group, part), nbytes, nbytes_before in zip(parts, sizes, before, strict=False)
-    ]
-
-
-def _parts(params: Sequence[torch.Tensor], parked: Mapping[int, int], most: int) -> list[list[torch.Tensor]]:
-    """Parts of a group with `most` bytes of parked state, or one parameter."""
-    parts: list[list[torch.Tensor]] = [[]]
-    room = most
-    stays: bool | None = None
-    for p in params:
-        nbytes = parked.get(id(p), 0)
-        if nbytes or p.nbytes >= LEAST_NBYTES:
-            if nbytes > room or stays is bool(nbytes):
-                parts += [[]] if parts[-1] else []
-                room = max(most, nbytes)
-            stays = not nbytes
-        parts[-1].append(p)
-        room -= nbytes
-    return parts
-
-
 def parkable(optimizer: optim.Optimizer, p: torch.Tensor) -> list[int]:
     """Bytes of each tensor of a parameter's state that may be parked, or is."""
     state = optimizer.state.get(p)
@@ -438,23 +407,6 @@ def parkable(optimizer: optim.Optimizer, p: torch.Tensor) -> list[int]:
     away = state.away if type(state) is ParkedState else {}
     there = (t for name, t in dict.items(state) if name not in away and may_be_parked(t))
     return [stored.nbytes for stored in away.values()] + [t.nbytes for t in there]
-
-
-class _Chunks(list[Any]):
-    """The groups of an optimizer. Whoever goes through them gets them, but the optimizer's step gets chunks.
-
-    code: that of the step.
-    chunks: gives the chunks, for the frame of the step.
-    """
-
-    def __init__(self, groups: list[Any], code: CodeType, chunks: Callable[[FrameType], Iterator[Any]]) -> None:
-        super().__init__(groups)
-        self._code = code
-        self._chunks = chunks
-
-    def __iter__(self) -> Iterator[Any]:
-        caller = sys._getframe(1)
-        return self._chunks(caller) if caller.f_code is self._code else super().__iter__()
 
 
 def may_be_parked(t: Any) -> bool:
@@ -469,12 +421,36 @@ def may_be_parked(t: Any) -> bool:
     )
 
 
-def _with_plain_states(_: optim.Optimizer, checkpoint: dict[str, Any]) -> None:
-    """A checkpoint is made: it has plain dicts (S3)."""
+def _with_plain_states(parked: weakref.ref[ParkedStates], _: optim.Optimizer, checkpoint: dict[str, Any]) -> None:
+    """A checkpoint is made: it has plain dicts (S3). Where the device has no room for all state, what is away is in the host's
+    memory there.
+    """
     states = checkpoint["state"]
+    fits, by = _have_room(state for state in states.values() if type(state) is ParkedState), parked()
+    if not fits and by is not None:
+        by.tell_of_checkpoint()
     for key, state in states.items():
         if type(state) is ParkedState:
-            states[key] = state.plain()
+            states[key] = state.plain() if fits else state.on_host()
+
+
+def _have_room(states: Iterable[ParkedState]) -> bool:
+    """Whether the device has room for all that is away of these states."""
+    nbytes: Counter[torch.device] = Counter()
+    for state in states:
+        for name, stored in state.away.items():
+            nbytes[dict.__getitem__(state, name).device] += 0 if state.coming.get(name) else stored.nbytes
+    left = {device: backend_of(device).left_nbytes() for device in nbytes}
+    return all(most is None or nbytes[device] <= most for device, most in left.items())
+
+
+def _copy_on_host(t: torch.Tensor, stored: Stored) -> torch.Tensor:
+    """A copy of a tensor that is away, in the host's memory."""
+    with below_autograd(), unwatched():
+        flat = torch.empty(stored.nbytes, dtype=torch.uint8, device=t.device)
+        stored.fetch(flat)
+        stored.wait_fetched()
+        return flat.cpu().view(t.dtype).as_strided(t.size(), t.stride())
 
 
 def _held_by(step: FrameType) -> Counter[int]:

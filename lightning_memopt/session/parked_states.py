@@ -20,7 +20,8 @@ from lightning_memopt.plan.states import Chunk, StateOf, parked, priced
 from lightning_memopt.record import parameters_of
 from lightning_memopt.runtime.early_updates import ALLOWED, EarlyUpdates, Reason, of_step
 from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
-from lightning_memopt.runtime.parked_states import ParkedStates, chunks_of, parkable
+from lightning_memopt.runtime.parked_states import ParkedStates, parkable
+from lightning_memopt.runtime.state_chunks import chunks_of
 from lightning_memopt.runtime.tiers import Tier
 from lightning_memopt.session.measure.peak_meter import in_compiled_code
 from lightning_memopt.session.parking.offloading import Offloading
@@ -106,10 +107,12 @@ class StatesAtRest(Part):
 
     def close(self) -> None:
         self._moved_nbytes = self.moved_nbytes
+        all_there = True
         while self._parked:
-            self._parked[-1].close()  # what cannot be fetched stays, with its tier
+            all_there &= self._parked[-1].close()  # what cannot be fetched stays, with its tier
             self._parked.pop()
-        self._depot.close()
+        if all_there:
+            self._depot.close()
         self._depot, self._states = Depot(), ()
 
     def _begin(self, states: tuple[StateParking, ...]) -> None:
