@@ -37,6 +37,7 @@ from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of, in_shared_memory
 from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
 from lightning_memopt.runtime.tiers import Stored
+from lightning_memopt.runtime.tiers.streams import empty_storage, wait_on_host
 from lightning_memopt.torch_private import storage_id, storage_use_count, tensor_use_count
 
 _CHUNK_NBYTES = 32 << 20
@@ -227,6 +228,8 @@ class ParkedStates:
                 state = self.optimizer.state.get(p)
                 if type(state) is ParkedState:
                     self.optimizer.state[p] = state.plain()
+        for device in {p.device for p in self.parameters}:
+            wait_on_host(device)
 
     def close(self) -> None:
         """As `fetch`, and nothing is parked any more. May be called again."""
@@ -329,7 +332,7 @@ class ParkedStates:
             if not t.untyped_storage().resizable():  # a checkpoint's, as `torch.load` makes it
                 t.set_(torch.empty_like(t).copy_(t).untyped_storage(), 0, t.size(), t.stride())
             state.away[name] = stored  # S1: before the storage is emptied
-            t.untyped_storage().resize_(0)
+            empty_storage(t)
 
     @uncompiled
     def _begin(self, p: torch.Tensor) -> None:
@@ -356,7 +359,7 @@ class ParkedStates:
         with below_autograd(), unwatched():
             with contextlib.suppress(OffloadError):
                 state.away[name].wait_fetched()
-            dict.__getitem__(state, name).untyped_storage().resize_(0)
+            empty_storage(dict.__getitem__(state, name))
         del state.coming[name]
 
     @uncompiled
@@ -371,6 +374,8 @@ class ParkedStates:
             state.coming[name] = False  # a copy that fails, or whose wait is interrupted, begins anew
             with below_autograd(), unwatched():
                 stored.wait_fetched()
+            if not self._updating:
+                wait_on_host(dict.__getitem__(state, name).device)
             del state.coming[name]
             del state.away[name]  # S1: after the copy back
             stored.release()

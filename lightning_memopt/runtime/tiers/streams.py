@@ -55,6 +55,19 @@ def freed_in_order(t: Tensor) -> None:
         t.record_stream(stream)
 
 
+def empty_storage(t: Tensor) -> None:
+    """Free the memory of a storage of torch's allocator."""
+    freed_in_order(t)
+    t.untyped_storage().resize_(0)
+
+
+def wait_on_host(device: torch.device) -> None:
+    """Wait for the current stream on the host, so that streams which do not wait for it may read what it has written."""
+    stream = current_stream(device)
+    if stream is not None:
+        stream.synchronize()
+
+
 class HostPool:
     """`nbytes` of host memory, allocated once. A CUDA device copies from and to it while the host goes on.
 
