@@ -185,9 +185,10 @@ class _Weight:
         with contextlib.nullcontext() if counter is None else counter.hidden():  # an observed step has its weights already
             return torch.empty(self.nbytes, dtype=torch.uint8, device=self._bytes.device)
 
-    def drop(self) -> None:
+    def drop(self, changed: bool = False) -> None:
+        """`changed`: it may have been written where no version counter shows it."""
         if self._is_at(self._here_at):
-            if self._written():
+            if changed or self._written():
                 self._there.copy_(self._bytes)  # W2
             self._leave()
 
@@ -279,10 +280,10 @@ class _Unit:
             for weight in self._weights:
                 weight.stop()
 
-    def drop(self) -> None:
+    def drop(self, changed: bool = False) -> None:
         with below_autograd(), unwatched():
             for weight in self._weights:
-                weight.drop()
+                weight.drop(changed)
 
     def close(self) -> None:
         """W3. May be called again: a weight for which there is no room raises, and stays in the tier."""
@@ -357,12 +358,13 @@ class ParkedWeights:
         self.home(self._units)
 
     @uncompiled
-    def backward_ended(self) -> None:
+    def backward_ended(self, raised: bool = True) -> None:
+        """`raised`: a backward that left weights on the device has raised, and the loop may have written to them by `.data`."""
         with self._lock:
             unit, self._in_backward = self._in_backward, None
             self._stop_copying()
             if unit is not None and not unit.calls:
-                unit.drop()
+                unit.drop(raised)
 
     def _stop_copying(self) -> None:
         if self._coming is not None:
@@ -386,7 +388,7 @@ class ParkedWeights:
     def _begins(self, unit: _Unit) -> None:
         with self._lock:
             if backward_task() == -1:
-                if self._in_backward is not None:  # a backward raised
+                if self._in_backward is not None:
                     self.backward_ended()
                 self._fetch(unit, "forward")
             else:  # a checkpoint runs the module again: its backward follows
@@ -434,7 +436,7 @@ class ParkedWeights:
             if before is unit:
                 return
             if before is None:
-                queue_callback(self.backward_ended)
+                queue_callback(partial(self.backward_ended, False))
             elif not before.calls:
                 before.drop()
             self._fetch(unit, "backward")
