@@ -349,8 +349,9 @@ class ParkedStates:
         counter = counter_of(t.device)
         with below_autograd(), unwatched():
             state.coming[name] = False
-            with contextlib.nullcontext() if counter is None else counter.hidden():  # an observed step has its state already
-                t.untyped_storage().resize_(stored.nbytes)
+            if not t.untyped_storage().nbytes():  # else a copy may still be writing to this memory
+                with contextlib.nullcontext() if counter is None else counter.hidden():  # an observed step has its state already
+                    t.untyped_storage().resize_(stored.nbytes)
             stored.fetch(bytes_of(t))
             state.coming[name] = True
 
