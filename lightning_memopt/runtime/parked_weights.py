@@ -193,8 +193,8 @@ class _Weight:
             self._leave()
 
     def _written(self) -> bool:
-        """Whether the device's memory has other bytes than the tier's. Writes through `.data` and NumPy count in no version; so
-        where the device reads the tier as fast as its own memory, bytes are compared.
+        """Whether the device's memory has other bytes than the tier's. Writes through `.data` and NumPy, and `_foreach_` ops of
+        CUDA, count in no version; so where the device reads the tier as fast as its own memory, bytes are compared.
         """
         if not on_host(self._bytes.device):
             return self._weight._version != self._version
