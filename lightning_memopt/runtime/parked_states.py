@@ -20,7 +20,6 @@ import os
 import sys
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -35,10 +34,10 @@ from lightning_memopt.native import counter_of
 from lightning_memopt.record import fills, is_plain, uncompiled, unwatched
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of, in_shared_memory
+from lightning_memopt.runtime.holders import ALONE, held_by, references, use_counts
 from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
 from lightning_memopt.runtime.tiers import Stored
 from lightning_memopt.runtime.tiers.streams import empty_storage, wait_on_host
-from lightning_memopt.torch_private import storage_id, storage_use_count, tensor_use_count
 
 _CHUNK_NBYTES = 32 << 20
 """The most state that a usual step has on the device at a time, if no parameter has more."""
@@ -271,7 +270,7 @@ class ParkedStates:
                     for p in filter(self.has, following.params):
                         self._begin(p)
                 yield {**chunk.group, "params": chunk.params}
-                held = _held_by(step)
+                held = held_by(step)
                 for p in filter(self.has, chunk.params):
                     self._park(p, held)
 
@@ -303,7 +302,7 @@ class ParkedStates:
             if p not in states or not states[p]:  # no update has made it yet
                 return
             if type(states[p]) is not ParkedState:
-                if type(states[p]) is not dict or _references(states, p) - held.get(id(states[p]), 0) > _ALONE[0]:
+                if type(states[p]) is not dict or references(states, p) - held.get(id(states[p]), 0) > ALONE[0]:
                     self._tell("its dicts are held elsewhere, and stay on the device")
                     return
                 states[p] = ParkedState(states[p], self._read)
@@ -315,9 +314,9 @@ class ParkedStates:
                     self._park_one(state, name, held)
 
     def _park_one(self, state: ParkedState, name: Any, held: Mapping[int, int]) -> None:
-        counts = _use_counts(state, name)
+        counts = use_counts(state, name)
         t: torch.Tensor = dict.__getitem__(state, name)
-        if counts[0] - held.get(id(t), 0) > _ALONE[0] or counts[1:] != _ALONE[1:]:
+        if counts[0] - held.get(id(t), 0) > ALONE[0] or counts[1:] != ALONE[1:]:
             self._tell(f"some of it ({name!r}) is held elsewhere, and stays on the device")
             return
         with below_autograd(), unwatched():
@@ -350,7 +349,8 @@ class ParkedStates:
         with below_autograd(), unwatched():
             state.coming[name] = False
             if not t.untyped_storage().nbytes():  # else a copy may still be writing to this memory
-                with contextlib.nullcontext() if counter is None else counter.hidden():  # an observed step has its state already
+                # an observed step has its state already
+                with contextlib.nullcontext() if counter is None else counter.hidden():
                     t.untyped_storage().resize_(stored.nbytes)
             stored.fetch(bytes_of(t))
             state.coming[name] = True
@@ -481,30 +481,3 @@ def _with_plain_states(_: optim.Optimizer, checkpoint: dict[str, Any]) -> None:
     for key, state in states.items():
         if type(state) is ParkedState:
             states[key] = state.plain()
-
-
-def _held_by(step: FrameType) -> Counter[int]:
-    """Identity of a value -> how often the variables of this frame, and the lists in them, hold it."""
-    held: Counter[int] = Counter()
-    variables = step.f_locals
-    times = 2 if variables is step.f_locals else 1  # until Python 3.12 the frame keeps this dict, which holds them, too
-    for value in variables.values():
-        held[id(value)] += times
-        if type(value) is list:
-            held.update(map(id, value))
-    return held
-
-
-def _references(holder: dict[Any, Any], name: Any) -> int:
-    return sys.getrefcount(dict.__getitem__(holder, name))
-
-
-def _use_counts(holder: dict[Any, Any], name: Any) -> tuple[int, int, int]:
-    """How many hold a value of this dict, its tensor in C++, and its storage."""
-    t = dict.__getitem__(holder, name)
-    t.untyped_storage()  # once Python has seen a storage, it counts as one that holds it
-    return _references(holder, name) - 1, tensor_use_count(t), storage_use_count(storage_id(t))
-
-
-_ALONE = _use_counts({0: torch.empty(1)}, 0)
-"""`_use_counts` of a tensor that nothing else holds."""
