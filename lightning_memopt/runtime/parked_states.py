@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-import sys
 import threading
 import weakref
 from collections import Counter
@@ -36,10 +35,11 @@ from lightning_memopt.native import counter_of
 from lightning_memopt.record import fills, is_plain, uncompiled, unwatched
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of, in_shared_memory
+from lightning_memopt.runtime.holders import ALONE, held_by, references, use_counts
 from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
 from lightning_memopt.runtime.state_chunks import Chunks, chunks_of
 from lightning_memopt.runtime.tiers import Stored
-from lightning_memopt.torch_private import storage_id, storage_use_count, tensor_use_count
+from lightning_memopt.runtime.tiers.streams import empty_storage, wait_on_host
 
 
 class ParkedState(dict[Any, Any]):
@@ -218,6 +218,8 @@ class ParkedStates:
                 state = self.optimizer.state.get(p)
                 if type(state) is ParkedState:
                     self.optimizer.state[p] = state.plain()
+        for device in {p.device for p in self.parameters}:
+            wait_on_host(device)
 
     def close(self) -> bool:
         """Nothing is parked any more, as far as the device has room for it. May be called again. Returns whether all is there:
@@ -266,7 +268,7 @@ class ParkedStates:
                     for p in filter(self.has, following.params):
                         self._begin(p)
                 yield {**chunk.group, "params": chunk.params}
-                held = _held_by(step)
+                held = held_by(step)
                 for p in filter(self.has, chunk.params):
                     self._park(p, held)
 
@@ -298,7 +300,7 @@ class ParkedStates:
             if p not in states or not states[p]:  # no update has made it yet
                 return
             if type(states[p]) is not ParkedState:
-                if type(states[p]) is not dict or _references(states, p) - held.get(id(states[p]), 0) > _ALONE[0]:
+                if type(states[p]) is not dict or references(states, p) - held.get(id(states[p]), 0) > ALONE[0]:
                     self._tell("its dicts are held elsewhere, and stay on the device")
                     return
                 states[p] = ParkedState(states[p], self._read)
@@ -311,9 +313,9 @@ class ParkedStates:
                     self._park_one(state, name, held)
 
     def _park_one(self, state: ParkedState, name: Any, held: Mapping[int, int]) -> None:
-        counts = _use_counts(state, name)
+        counts = use_counts(state, name)
         t: torch.Tensor = dict.__getitem__(state, name)
-        if counts[0] - held.get(id(t), 0) > _ALONE[0] or counts[1:] != _ALONE[1:]:
+        if counts[0] - held.get(id(t), 0) > ALONE[0] or counts[1:] != ALONE[1:]:
             self._tell(f"some of it ({name!r}) is held elsewhere, and stays on the device")
             return
         with below_autograd(), unwatched():
@@ -328,7 +330,7 @@ class ParkedStates:
             if not t.untyped_storage().resizable():  # a checkpoint's, as `torch.load` makes it
                 t.set_(torch.empty_like(t).copy_(t).untyped_storage(), 0, t.size(), t.stride())
             state.away[name] = stored  # S1: before the storage is emptied
-            t.untyped_storage().resize_(0)
+            empty_storage(t)
 
     @uncompiled
     def _begin(self, p: torch.Tensor) -> None:
@@ -345,8 +347,10 @@ class ParkedStates:
         counter = counter_of(t.device)
         with below_autograd(), unwatched():
             state.coming[name] = False
-            with contextlib.nullcontext() if counter is None else counter.hidden():  # an observed step has its state already
-                t.untyped_storage().resize_(stored.nbytes)
+            if not t.untyped_storage().nbytes():  # else a copy may still be writing to this memory
+                # an observed step has its state already
+                with contextlib.nullcontext() if counter is None else counter.hidden():
+                    t.untyped_storage().resize_(stored.nbytes)
             stored.fetch(bytes_of(t))
             state.coming[name] = True
 
@@ -355,7 +359,7 @@ class ParkedStates:
         with below_autograd(), unwatched():
             with contextlib.suppress(OffloadError):
                 state.away[name].wait_fetched()
-            dict.__getitem__(state, name).untyped_storage().resize_(0)
+            empty_storage(dict.__getitem__(state, name))
         del state.coming[name]
 
     @uncompiled
@@ -370,6 +374,8 @@ class ParkedStates:
             state.coming[name] = False  # a copy that fails, or whose wait is interrupted, begins anew
             with below_autograd(), unwatched():
                 stored.wait_fetched()
+            if not self._updating:
+                wait_on_host(dict.__getitem__(state, name).device)
             del state.coming[name]
             del state.away[name]  # S1: after the copy back
             stored.release()
@@ -451,30 +457,3 @@ def _copy_on_host(t: torch.Tensor, stored: Stored) -> torch.Tensor:
         stored.fetch(flat)
         stored.wait_fetched()
         return flat.cpu().view(t.dtype).as_strided(t.size(), t.stride())
-
-
-def _held_by(step: FrameType) -> Counter[int]:
-    """Identity of a value -> how often the variables of this frame, and the lists in them, hold it."""
-    held: Counter[int] = Counter()
-    variables = step.f_locals
-    times = 2 if variables is step.f_locals else 1  # until Python 3.12 the frame keeps this dict, which holds them, too
-    for value in variables.values():
-        held[id(value)] += times
-        if type(value) is list:
-            held.update(map(id, value))
-    return held
-
-
-def _references(holder: dict[Any, Any], name: Any) -> int:
-    return sys.getrefcount(dict.__getitem__(holder, name))
-
-
-def _use_counts(holder: dict[Any, Any], name: Any) -> tuple[int, int, int]:
-    """How many hold a value of this dict, its tensor in C++, and its storage."""
-    t = dict.__getitem__(holder, name)
-    t.untyped_storage()  # once Python has seen a storage, it counts as one that holds it
-    return _references(holder, name) - 1, tensor_use_count(t), storage_use_count(storage_id(t))
-
-
-_ALONE = _use_counts({0: torch.empty(1)}, 0)
-"""`_use_counts` of a tensor that nothing else holds."""

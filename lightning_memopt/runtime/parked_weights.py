@@ -40,7 +40,7 @@ from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of, in_shared_memory
 from lightning_memopt.runtime.tiers.base import buffer
 from lightning_memopt.runtime.tiers.scratch import Scratch
-from lightning_memopt.runtime.tiers.streams import HostPool, copy, marked, queued_on
+from lightning_memopt.runtime.tiers.streams import HostPool, copy, freed_in_order, marked, queued_on
 from lightning_memopt.torch_private import (
     backward_task,
     is_copied_on_write,
@@ -143,6 +143,7 @@ class _Weight:
             return storage.data_ptr() == address and storage.nbytes() == self.nbytes
 
     def _leave(self) -> None:
+        freed_in_order(self._bytes)
         self._native.exchange(self._bytes, self._beside)  # W1
         AWAY.add(storage_id(self._bytes))
         self._beside = _NOTHING  # the device's memory is freed
@@ -175,22 +176,25 @@ class _Weight:
 
     def stop(self) -> None:
         """No copy ahead is wanted. That which was queued has ended for the current stream."""
-        self._coming = None
+        if self._coming is not None:
+            freed_in_order(self._coming)
+            self._coming = None
 
     def _empty(self) -> torch.Tensor:
         counter = counter_of(self._bytes.device)
         with contextlib.nullcontext() if counter is None else counter.hidden():  # an observed step has its weights already
             return torch.empty(self.nbytes, dtype=torch.uint8, device=self._bytes.device)
 
-    def drop(self) -> None:
+    def drop(self, changed: bool = False) -> None:
+        """`changed`: it may have been written where no version counter shows it."""
         if self._is_at(self._here_at):
-            if self._written():
+            if changed or self._written():
                 self._there.copy_(self._bytes)  # W2
             self._leave()
 
     def _written(self) -> bool:
-        """Whether the device's memory has other bytes than the tier's. Writes through `.data` and NumPy count in no version; so
-        where the device reads the tier as fast as its own memory, bytes are compared.
+        """Whether the device's memory has other bytes than the tier's. Writes through `.data` and NumPy, and `_foreach_` ops of
+        CUDA, count in no version; so where the device reads the tier as fast as its own memory, bytes are compared.
         """
         if not on_host(self._bytes.device):
             return self._weight._version != self._version
@@ -222,7 +226,7 @@ class _Unit:
         self.device = weights[0].device
         self.next: dict[Direction, _Unit] = {}
         self._streams = backend_of(self.device).streams
-        self._copied: Any = None  # an event: a copy ahead has ended
+        self._copies_on: Any = None  # a stream that has a copy ahead, for which no other waits yet
         self._module = weakref.ref(module)
         self.listening = contextlib.ExitStack()
         self._shelf = shelf
@@ -247,23 +251,21 @@ class _Unit:
 
     def copy_ahead(self, stream: Any) -> None:
         """Begin to copy what is away, on this stream (W4). Without room for it, it is copied when it is needed."""
-        if self._copied is not None:
+        if self._copies_on is not None:
             return
         with below_autograd(), unwatched(), contextlib.suppress(torch.OutOfMemoryError):
             for weight in self._weights:
                 weight.take_memory()
         stream.wait_event(marked(self._streams, self._streams.current_stream(self.device)))
-        try:
-            with queued_on(self._streams, stream, self.device), unwatched():
-                for weight in self._weights:
-                    weight.copy_ahead()
-        finally:
-            self._copied = marked(self._streams, stream)
+        self._copies_on = stream  # before the first copy, which an interrupt may follow
+        with queued_on(self._streams, stream, self.device), unwatched():
+            for weight in self._weights:
+                weight.copy_ahead()
 
     def _wait_copied(self) -> None:
-        if self._copied is not None:
-            self._streams.current_stream(self.device).wait_event(self._copied)  # W4
-            self._copied = None
+        if self._copies_on is not None:
+            self._streams.current_stream(self.device).wait_stream(self._copies_on)  # W4
+            self._copies_on = None
 
     def fetch(self) -> None:
         with below_autograd(), unwatched():
@@ -278,10 +280,10 @@ class _Unit:
             for weight in self._weights:
                 weight.stop()
 
-    def drop(self) -> None:
+    def drop(self, changed: bool = False) -> None:
         with below_autograd(), unwatched():
             for weight in self._weights:
-                weight.drop()
+                weight.drop(changed)
 
     def close(self) -> None:
         """W3. May be called again: a weight for which there is no room raises, and stays in the tier."""
@@ -356,17 +358,18 @@ class ParkedWeights:
         self.home(self._units)
 
     @uncompiled
-    def backward_ended(self) -> None:
+    def backward_ended(self, raised: bool = True) -> None:
+        """`raised`: a backward that left weights on the device has raised, and the loop may have written to them by `.data`."""
         with self._lock:
             unit, self._in_backward = self._in_backward, None
             self._stop_copying()
             if unit is not None and not unit.calls:
-                unit.drop()
+                unit.drop(raised)
 
     def _stop_copying(self) -> None:
-        unit, self._coming = self._coming, None
-        if unit is not None:
-            unit.stop()
+        if self._coming is not None:
+            self._coming.stop()
+            self._coming = None
 
     # -- a unit runs ---------------------------------------------------------------------------------
 
@@ -385,6 +388,8 @@ class ParkedWeights:
     def _begins(self, unit: _Unit) -> None:
         with self._lock:
             if backward_task() == -1:
+                if self._in_backward is not None:
+                    self.backward_ended()
                 self._fetch(unit, "forward")
             else:  # a checkpoint runs the module again: its backward follows
                 self._backward_in(unit)
@@ -400,13 +405,14 @@ class ParkedWeights:
     def _fetch(self, unit: _Unit, direction: Direction) -> None:
         if self._coming is not unit:
             self._stop_copying()
-        nbytes, self._coming = unit.away_nbytes, None
+        nbytes = unit.away_nbytes
         try:
             unit.fetch()
             following = self._coming = unit.next.get(direction)
             if following is not None:
                 following.copy_ahead(self._stream_of(following.device))
         except BaseException:
+            self._stop_copying()
             if not unit.calls:
                 unit.drop()
             raise
@@ -430,7 +436,7 @@ class ParkedWeights:
             if before is unit:
                 return
             if before is None:
-                queue_callback(self.backward_ended)
+                queue_callback(partial(self.backward_ended, False))
             elif not before.calls:
                 before.drop()
             self._fetch(unit, "backward")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,8 +18,12 @@ pytestmark = pytest.mark.skipif(not is_judged, reason="the emulated device in bi
 MIB = 1 << 20
 
 
-def train(budget: Any, **kind: bool) -> tuple[list[Tensor], Any]:
-    """Weights and state after some steps, and the run's status. The state of one matrix is as large as that of two others."""
+def train(
+    budget: Any, between: Callable[[optim.Optimizer], None] = lambda optimizer: None, **kind: bool
+) -> tuple[list[Tensor], Any]:
+    """Weights and state after some steps, and the run's status. The state of one matrix is as large as that of two others.
+    `between` is called before each step.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(1024, 8192), nn.GELU(), nn.Linear(8192, 1024), *(nn.Linear(1024, 4096), nn.Linear(4096, 1024))
@@ -28,6 +33,7 @@ def train(budget: Any, **kind: bool) -> tuple[list[Tensor], Any]:
 
     def loop() -> None:
         for _ in range(10):
+            between(optimizer)
             optimizer.zero_grad()
             model(torch.randn(16, 1024, device="cuda")).square().mean().backward()
             optimizer.step()
@@ -63,3 +69,23 @@ def test_state_that_never_is_on_the_card_as_a_whole() -> None:
     found, status = train(340 * MIB, fused=True)
     assert all(map(torch.equal, found, plain)) and device.races() == before
     assert status.plan.states and status.measured_peak_nbytes <= status.predicted_peak_nbytes <= 340 * MIB
+
+
+def test_state_that_two_streams_read_between_updates() -> None:
+    """Neither of them waits for the other, and one goes on while the next update runs."""
+    aside, before = torch.cuda.Stream(), device.races()
+
+    def reads(optimizer: optim.Optimizer) -> None:
+        aside.wait_stream(torch.cuda.current_stream())
+        for stream in (aside, torch.cuda.current_stream()):
+            with torch.cuda.stream(stream):
+                for state in optimizer.state.values():
+                    state["exp_avg"].norm()
+        torch.cuda.current_stream().wait_stream(aside)
+        optimizer.step()
+        with torch.cuda.stream(aside):
+            torch.ones(1 << 20, device="cuda")
+
+    plain, _ = train(None, reads, foreach=True)
+    found, status = train("min", reads, foreach=True)
+    assert all(map(torch.equal, found, plain)) and device.races() == before and status.plan.states

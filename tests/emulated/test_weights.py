@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn, optim
 
 from lightning_memopt import optimize, to_device
-from lightning_memopt.runtime.parked_weights import is_away
+from lightning_memopt.plan import WeightParking
+from lightning_memopt.runtime import install_native
+from lightning_memopt.runtime.parked_weights import ParkedWeights, is_away
+from tests.cpu.lib.parked import parked_of
 from tests.emulated import device
 
 is_judged = device.is_emulated() and device.is_bits()
@@ -104,3 +107,63 @@ def test_weights_are_copied_while_another_module_computes() -> None:
     assert equal(found, plain) and device.races() == before
     assert any(any(unit.beside) for unit in status.plan.weights)
     assert status.measured_peak_nbytes == status.predicted_peak_nbytes <= status.plan.budget_nbytes
+
+
+def test_a_backward_that_raises_loses_no_write() -> None:
+    """It leaves weights on the device. A write through `.data` moves no version counter, and a copy ahead has the old bytes."""
+    install_native(lambda line: None)
+    layers = nn.Sequential(*(nn.Linear(256, 256, device="cuda") for _ in range(3))).requires_grad_(False)
+    plain = copy.deepcopy(layers)
+    x = torch.randn(16, 256, device="cuda", requires_grad=True)
+    with parked_of(layers) as parked:
+        parked.copy_ahead([in_backward("0", "1"), in_backward("1", "2")])
+        for k in (1, 2):
+            parts = [x]
+            for layer in layers:
+                parts.append(layer(parts[-1]))
+            parts[k].register_hook(lambda gradient: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                parts[-1].sum().backward()
+            torch.cuda.synchronize()
+            for model in (layers, plain):
+                for p in model.parameters():
+                    p.data.mul_(0.9)
+            assert torch.equal(layers(x), plain(x))
+        assert all(map(torch.equal, layers.parameters(), plain.parameters()))
+
+
+def in_backward(path: str, beside: str) -> WeightParking:
+    """It is copied ahead in backward."""
+    return WeightParking(module=path, tier="host", nbytes=1, beside=("", beside), copy_seconds=0.0, seconds=0.0)
+
+
+@pytest.mark.parametrize("then", ["an update", "another block", "the next block"])
+def test_blocks_that_are_called_on_streams_of_their_own(then: str) -> None:
+    """A copy ahead is let go of on another stream than that of its memory, which asks for memory then."""
+    install_native(lambda line: None)
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(256, 256, device="cuda") for _ in range(3))).requires_grad_(False)
+    ahead = WeightParking(module="1", tier="host", nbytes=1, beside=("0",), copy_seconds=0.0, seconds=0.0)
+    x = torch.randn(16, 256, device="cuda")
+    expected = [layer(x) for layer in layers]
+    aside, before = torch.cuda.Stream(), device.races()
+
+    def lets_go(parked: ParkedWeights) -> None:
+        if then == "an update":
+            parked.backward_ended()
+        else:
+            at = 2 if then == "another block" else 1
+            assert torch.equal(layers[at](x), expected[at])
+
+    with parked_of(layers) as parked:
+        parked.copy_ahead([ahead])
+        for _ in range(3):
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):
+                first = layers[0](x)
+            lets_go(parked)
+            with torch.cuda.stream(aside):
+                ones = [torch.ones(256, 256, device="cuda") for _ in range(4)]
+            torch.cuda.synchronize()
+            assert torch.equal(first, expected[0]) and all(one.eq(1).all() for one in ones)
+    assert device.races() == before

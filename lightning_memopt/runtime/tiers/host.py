@@ -159,17 +159,20 @@ class _HostParked:
     given: whether its space is free again.
     """
 
+    _released = True  # until it has all that its release reads: an interrupt may end the constructor
+
     def __init__(self, tier: HostTier, t: Tensor, what: str, offset: int) -> None:
         self._tier = tier
         self.what = what
         self.nbytes = t.numel()
         self.offset = offset
-        self.given = self._released = False
+        self.given = False
         self.source: Tensor | None = t
         self.fetched: Any = None
         self.outs: list[Tensor] = []
         streams = tier.streams
         self.done = streams.Event()
+        self._released = False
         with tier.as_offload_error(self, "to"):
             produced = marked(streams, streams.current_stream(tier.device))
             with queued_on(streams, tier.out, tier.device):
@@ -208,9 +211,11 @@ class _HostParked:
             with queued_on(streams, tier.back, tier.device):
                 tier.back.wait_event(self.done)  # T3
                 tier.back.wait_event(free)  # T3
-                tier.copy(out, tier.bytes_at(self.offset, self.nbytes), tier.back)
-            self.outs.append(out)
-            self.fetched = marked(streams, tier.back)
+                self.outs.append(out)
+                try:
+                    tier.copy(out, tier.bytes_at(self.offset, self.nbytes), tier.back)
+                finally:  # T7: also after an interrupt, the memory of `out` is not used again before the copy has ended
+                    self.fetched = marked(streams, tier.back)
 
     def wait_fetched(self) -> None:
         check_process(self._tier.name, self._tier._pid)

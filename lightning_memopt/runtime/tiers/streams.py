@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memopt.device.backends import backend_of
+from lightning_memopt.device.backends import backend_of, current_stream
 from lightning_memopt.device.places import current
 from lightning_memopt.errors import OffloadError, UnsupportedError
 from lightning_memopt.record.below import below_autograd
@@ -44,6 +44,28 @@ def queued_on(streams: Any, stream: Any, device: torch.device) -> Iterator[None]
 def copy(to: Tensor, of: Tensor) -> None:
     """Queue a copy on the current stream."""
     to.copy_(of, non_blocking=True)
+
+
+def freed_in_order(t: Tensor) -> None:
+    """Before the memory of `t` is freed: its next use follows the work that is on the current stream now. Torch's allocator
+    orders it only after the stream on which it was taken; where that is the current one, this does nothing.
+    """
+    stream = current_stream(t.device)
+    if stream is not None:
+        t.record_stream(stream)
+
+
+def empty_storage(t: Tensor) -> None:
+    """Free the memory of a storage of torch's allocator."""
+    freed_in_order(t)
+    t.untyped_storage().resize_(0)
+
+
+def wait_on_host(device: torch.device) -> None:
+    """Wait for the current stream on the host, so that streams which do not wait for it may read what it has written."""
+    stream = current_stream(device)
+    if stream is not None:
+        stream.synchronize()
 
 
 class HostPool:

@@ -78,3 +78,36 @@ def test_state_that_has_no_room_is_away_from_the_first_update_on() -> None:
         status, bits = trained_by(budget, make=adamw_seen)
         assert bits == plain and there[:2] == [0, first] and status.measured_peak_nbytes <= budget
         assert 0 <= status.predicted_peak_nbytes - status.measured_peak_nbytes <= 4096
+
+
+def test_state_for_which_there_is_no_room_at_the_end_stays_in_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint has it in the host's memory, and it comes back as it is read."""
+    trained = Trained()
+    trained.step()
+    monkeypatch.setattr(parked_states, "_have_room", lambda states: not list(states))
+    checkpoint = trained.optimizer.state_dict()
+    assert away(trained.optimizer) == 8 and all(type(state) is dict for state in checkpoint["state"].values())
+    assert not trained.states.close() and away(trained.optimizer) == 8
+    assert "a checkpoint has it in the host's memory" in trained.said[0] and "it stays in the tier" in trained.said[1]
+    fresh = Trained()
+    fresh.states.close()
+    fresh.optimizer.load_state_dict(checkpoint)
+    plain = plainly(1)
+    assert bits_left(fresh)[8:] == plain[8:]
+    for state in trained.optimizer.state.values():
+        dict(state)
+    assert not away(trained.optimizer) and bits_left(trained) == plain
+
+
+def test_a_device_has_room_for_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Left:
+        def __init__(self, nbytes: int | None) -> None:
+            self.left_nbytes = lambda: nbytes
+
+    trained = Trained()
+    trained.step()
+    states = [state for state in trained.optimizer.state.values() if type(state) is ParkedState]
+    nbytes = sum(stored.nbytes for state in states for stored in state.away.values())
+    for left, fits in ((None, True), (nbytes, True), (nbytes - 1, False)):
+        monkeypatch.setattr(parked_states, "backend_of", lambda device, left=left: Left(left))
+        assert parked_states._have_room(states) is fits

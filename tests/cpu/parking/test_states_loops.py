@@ -12,7 +12,7 @@ from torch import nn, optim
 from lightning_memopt import optimize
 from tests.cpu.lib.said import listening
 from tests.cpu.lib.times import Known, given
-from tests.cpu.parking.test_states import away, net
+from tests.cpu.parking.test_states import Trained, away, net
 
 
 @pytest.fixture(autouse=True)
@@ -68,3 +68,20 @@ def test_state_is_made_in_the_order_of_the_plain_run() -> None:
         return list(optimizer.state_dict()["state"])
 
     assert order("min") == order(None)
+
+
+def test_an_interrupted_wait_keeps_the_memory_that_a_copy_writes_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy goes on after the interrupt. If the next read took other memory, the copy would write to what is freed."""
+    trained = Trained()
+    trained.states.park()
+    state: Any = trained.optimizer.state[trained.model[0].weight]  # type: ignore[index]
+
+    def interrupted(stored: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(state.away["exp_avg"]), "wait_fetched", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            state["exp_avg"]
+    address = dict.__getitem__(state, "exp_avg").data_ptr()
+    assert state["exp_avg"].data_ptr() == address != 0

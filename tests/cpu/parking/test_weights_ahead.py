@@ -110,6 +110,27 @@ def test_a_weight_that_is_written_while_it_comes_is_copied_again(layers: nn.Sequ
     assert elements(layers.parameters()) == elements(plain.parameters())
 
 
+def test_a_backward_that_raises_leaves_no_copy_and_no_second_module(layers: nn.Sequential) -> None:
+    """Not even a copy of a weight that is written afterwards by `.data`, which moves no version counter."""
+    plain = copy.deepcopy(layers)
+    there: list[list[int]] = []
+    x = torch.randn(4, 32, requires_grad=True)
+    with parked_of(layers) as parked:
+        parked.copy_ahead(in_order(layers))
+        first = layers[0](x)
+        first.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            layers[3](layers[2](layers[1](first))).sum().backward()
+        assert coming(parked) == ["0"] and not is_away(layers[1].weight)
+        for model in (layers, plain):
+            model[0].weight.data.mul_(0.9)
+        hook = layers[0].register_forward_hook(
+            lambda *_: there.append([i for i, layer in enumerate(layers) if not is_away(layer.weight)])
+        )
+        assert torch.equal(layers(x), plain(x)) and there == [[0]]
+        hook.remove()
+
+
 def test_without_room_a_weight_is_copied_when_it_is_needed(layers: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = copy.deepcopy(layers)
 
