@@ -225,7 +225,7 @@ def test_together_with_early_updates() -> None:
     (on,) = asked(USUAL, (alone + both) // 2, early="auto").cards
     assert on.verdict == "plan" and {TILES, EARLY} <= set(on.techniques)
     (other,) = asked(USUAL, (alone + both) // 2, tile="off").cards[0].others
-    assert (other.tile, other.optimizer_in_backward, other.missing_nbytes) == ("exact", "auto", 0)
+    assert (other.tile, other.offload, other.missing_nbytes) == ("exact", "disk", 0)  # state that is parked is tried first
     (must,) = asked(USUAL, (alone + both) // 2, early="always").cards
     assert must.verdict == "plan" and {TILES, EARLY} <= set(must.techniques)
 

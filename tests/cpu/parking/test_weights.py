@@ -373,11 +373,11 @@ def test_an_interrupt_at_any_copy_loses_nothing(what: str, monkeypatch: pytest.M
     for k in range(1, 14):
         left = [k]
 
-        def interrupted(self: Any, left: list[int] = left) -> None:
+        def interrupted(self: Any, *how: bool, left: list[int] = left) -> None:
             left[0] -= 1
             if not left[0]:
                 raise KeyboardInterrupt
-            original(self)
+            original(self, *how)
 
         with parked_of(model):
             monkeypatch.setattr(parked_weights._Weight, what, interrupted)
