@@ -88,7 +88,9 @@ class HostPool:
         try:
             pages = _pages(nbytes) if locks else torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # whatever is the default
         except (OSError, RuntimeError) as error:
-            raise OffloadError(f"the system gives no {nbytes} bytes of host memory: {error}; offload less") from error
+            raise OffloadError(
+                f"the system gives no {nbytes} bytes of host memory: {error}; set a larger budget, or offload='disk'"
+            ) from error
         self.bytes = pages[:nbytes]
         self.locked = locks and _lock(pages, device)
         self._unlock = weakref.finalize(self, _unlock, os.getpid(), pages, device, self.locked)

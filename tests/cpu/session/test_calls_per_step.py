@@ -72,6 +72,7 @@ def counting() -> Iterator[Counter[str]]:
 
 def calls_of(n: int, by: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> Counter[str]:
     """The calls of the n-th step, beyond those of the plain step. `by`: opens the run."""
+    gc.collect()
     with beneath_calls({}, print):  # lets go of the models that other tests left
         gc.collect()
     plain, run = made(), made()
