@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from lightning_memopt.native.engine import loaded, without
 from lightning_memopt.plan import lower
 from lightning_memopt.plan.files import read_plan, write_plan
 from lightning_memopt.plan.validate import validate
-from lightning_memopt.record import watching
+from lightning_memopt.record import beneath_calls, watching
 from lightning_memopt.runtime import install_native, parked_weights
 from lightning_memopt.runtime.parked_weights import Shelf, is_away, may_be_parked
 from tests.cpu.lib.engines import elements
@@ -34,11 +35,15 @@ WORDS, WIDTH = 500, 128
 
 
 @pytest.fixture(autouse=True)
-def known_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def known_times(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     given(monkeypatch, Known())
     install_native(lambda line: None)
     if loaded() is None:
         pytest.skip("no C++ compiler: frozen weights are not parked, and a line says so")
+    yield
+    gc.collect()
+    with beneath_calls({}, print):  # lets go of models that `to_device` has parked
+        gc.collect()
 
 
 class Adapted(nn.Module):
