@@ -107,9 +107,11 @@ def fetches_of(graph: Graph, units: Sequence[Unit], ahead: bool) -> dict[str, tu
     backward = [(path, point, end) for (path, point), end in zip(runs, ends, strict=False)]  # there may be no run
     fetches: dict[str, tuple[Fetch, ...]] = {unit.path: () for unit in units}
     for direction in (forward, backward):
-        for i, (path, point, end) in enumerate(direction):
-            before, begins_at, _ = direction[i - 1] if ahead and i else ("", point, end)
-            fetches[path] += (Fetch(begins_at, point, end, before),)
+        before: tuple[str, int] | None = None
+        for path, point, end in direction:
+            fetch = Fetch(point, point, end) if before is None else Fetch(before[1], point, end, before[0])
+            fetches[path] += (fetch,)
+            before = (path, point) if ahead else None
     return fetches
 
 
@@ -119,7 +121,7 @@ def priced(
     """These units, with the seconds for which a step waits for them where they are parked, and no others. `ahead`: they are
     copied ahead. `in_seconds`: seconds that a copy of so many bytes from a tier takes; None: copies take none.
     """
-    found = []
+    priced_units = []
     fetches = fetches_of(graph, units, ahead)
     for unit in units:
         own, nbytes = fetches[unit.path], sum(graph.tensors[t].nbytes for t in unit.weights)
@@ -132,8 +134,8 @@ def priced(
             copy_seconds=len(own) * seconds,
             seconds=sum(max(0.0, seconds - _beside_seconds(graph, fetch)) for fetch in own),
         )
-        found.append(UnitOf(parking, unit))
-    return found
+        priced_units.append(UnitOf(parking, unit))
+    return priced_units
 
 
 def _beside_seconds(graph: Graph, fetch: Fetch) -> float:

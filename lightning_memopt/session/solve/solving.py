@@ -108,8 +108,8 @@ def frontier_of(
     )
 
 
-def say_in_force(say: Say, plan: Plan, frontier: planner.Frontier, graph: Graph) -> None:
-    """Say which plan of a frontier is in force. `graph`: that of the step without it."""
+def say_in_force(say: Say, plan: Plan, frontier: planner.Frontier, graph: Graph) -> int:
+    """Say which plan of a frontier is in force. `graph`: that of the step without it. Returns the peak of that step."""
     before = "as compiled" if any(op.name == COMPILED for op in graph.ops) else "unmodified"
     unmodified_nbytes = unmodified_peak(frontier.machine.usual_step(graph), frontier.machine)
     say(
@@ -118,6 +118,7 @@ def say_in_force(say: Say, plan: Plan, frontier: planner.Frontier, graph: Graph)
         f"{1e3 * plan.predicted.seconds:.1f} ms a step, no plan below {1e3 * plan.lower_bound_seconds:.1f} ms; "
         f"solved in {frontier.seconds:.1f} s"
     )
+    return unmodified_nbytes
 
 
 def budget_for(needed_nbytes: int, config: MemOptConfig) -> str:
@@ -157,8 +158,7 @@ def chosen(
         is_above = True  # not the error, whose frames would hold the batch
         plan = frontier.plan(error.smallest_nbytes)
     compiled = any(op.name == COMPILED for op in graph.ops)
-    unmodified_nbytes = unmodified_peak(frontier.machine.usual_step(graph), frontier.machine)
-    say_in_force(say, plan, frontier, graph)
+    unmodified_nbytes = say_in_force(say, plan, frontier, graph)  # where memory is reserved, it takes long to count
     if len(plan.updates) < len(graph.updates):
         say(
             f"MemOpt: {len(plan.updates)} of {len(graph.updates)} parameters are updated in backward: the budget needs no "
