@@ -205,6 +205,8 @@ class Graph:
     lines: id of a forward op -> line of user code that ran it. Not in files.
     save_lines: id of a save -> line of user code during which autograd packed it. Not in files.
     unbroken: modules that are called once in the forward: path -> (their first op, the op after their last). Not in files.
+    gradients: name of a parameter -> (the tensor of its gradient, the point after which autograd has accumulated it for the
+        first time). Not in files.
     asked: id of an op -> its requests to the device's allocator, in order: the bytes of an allocation, or -k if it freed its
         k-th one. Allocations that it did not free are its results. An op without an entry is one whose requests are not known.
         Not in files.
@@ -222,6 +224,7 @@ class Graph:
     lines: Mapping[int, str] = field(default_factory=dict, repr=False)
     save_lines: Mapping[int, str] = field(default_factory=dict, repr=False)
     unbroken: Mapping[str, tuple[int, int]] = field(default_factory=dict, repr=False)
+    gradients: Mapping[str, tuple[int, int]] = field(default_factory=dict, repr=False)
     asked: Mapping[int, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     @cached_property

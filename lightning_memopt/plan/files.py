@@ -27,6 +27,7 @@ from lightning_memopt.plan.model import (
     Life,
     Plan,
     Prediction,
+    Read,
     RegionPlan,
     StateParking,
     TiledHead,
@@ -50,7 +51,8 @@ _PREDICTED = (
 _LIFE = ("tensor", "born_at", "freed_at", "how", "forms", "form", "parked_nbytes")
 _REGION = ("key", "calls", "flops", "extra_flops", "rebuilt_ops", "saved_nbytes", "peak_nbytes", "lives")
 _TILES = ("module", "classes", "tokens", "rows", "columns", "unmade_nbytes", "threads", "ops", "assembled", "rounded")
-_STATE = ("parameter", "tier", "nbytes", "copy_seconds", "seconds")
+_STATE = ("parameter", "what", "tier", "nbytes", "copy_seconds", "seconds")
+_STATE_SINCE_9 = ("what", "copy_seconds")
 _WEIGHTS = ("module", "tier", "nbytes", "beside", "copy_seconds", "seconds")
 _ADDRESSES = ("nbytes", "offsets", "until", "arena_nbytes", "max_live_nbytes", "needed_nbytes")
 _OLD_NAMES: dict[int, dict[str, str]] = {
@@ -272,14 +274,23 @@ def _tiles(fields: Fields) -> Iterator[TiledHead]:
 def _states(fields: Fields, schema: int) -> Iterator[StateParking]:
     copies = "copy_seconds" if schema > 8 else "seconds"  # before, a step waited for all of them
     for i, each in enumerate(fields.objects("states")):
-        state = Fields(each, f"plan.states[{i}]", tuple(key for key in _STATE if key != "copy_seconds" or schema > 8))
+        state = Fields(each, f"plan.states[{i}]", tuple(key for key in _STATE if key not in _STATE_SINCE_9 or schema > 8))
         yield StateParking(
             parameter=state.string("parameter"),
+            what=_what(state) if schema > 8 else "state",
             tier=state.string("tier"),
             nbytes=state.integer("nbytes", 1),
             copy_seconds=state.number(copies),
             seconds=state.number("seconds"),
         )
+
+
+def _what(state: Fields) -> Read:
+    name = state.string("what")
+    for what in get_args(Read):
+        if what == name:
+            return what
+    return state.refuse("what", None, f"{name!r} is none of {', '.join(get_args(Read))}")
 
 
 def _weights(fields: Fields) -> Iterator[WeightParking]:

@@ -147,18 +147,24 @@ class TiledHead:
     threads: int = 0
 
 
+Read = Literal["state", "gradient"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateParking:
-    """The optimizer state of a parameter is parked in a tier between updates. The graph is that of a step in which it is.
+    """What the update of a parameter reads is parked in a tier until then: its optimizer state, since the update before, or its
+    gradient, since backward. The graph is that of a step in which it is.
 
     parameter: the name of the parameter.
+    what: which of the two.
     tier: the name of the tier.
-    nbytes: bytes of its state that are parked.
+    nbytes: bytes of it that are parked.
     copy_seconds: how long the copies of a step take, out and back.
     seconds: how long the step waits for them.
     """
 
     parameter: str
+    what: Read = "state"
     tier: str
     nbytes: int
     copy_seconds: float
@@ -229,7 +235,8 @@ class Plan:
         until the update after backward.
     regions: what was decided for each compiled region of the step. A region is a stage of the graph.
     tiles: the loss heads that run in tiles. The graph is that of a step in which they do.
-    states: the optimizer state that is parked between updates. The graph is that of a step in which it is.
+    states: the optimizer state and the gradients that are parked until an update reads them. The graph is that of a step in
+        which they are.
     weights: the frozen weights that are on the device only while their module runs. The graph is that of such a step.
     addresses: the addresses of a step's requests; None without a planned pool, and until a step by this plan has shown its
         requests.
@@ -274,9 +281,12 @@ class Plan:
 
 
 def states_text(states: Sequence[StateParking]) -> str:
-    """A text: how much optimizer state is parked, and where."""
-    nbytes = format_nbytes(sum(state.nbytes for state in states))
-    return f"the optimizer state of {len(states)} parameters ({nbytes}), in the {states[0].tier} tier"
+    """A text: how much optimizer state and how many gradients are parked, and where."""
+    texts = []
+    for what, name in (("state", "the optimizer state"), ("gradient", "the gradients")):
+        if own := [state.nbytes for state in states if state.what == what]:
+            texts.append(f"{name} of {len(own)} parameters ({format_nbytes(sum(own))})")
+    return f"{' and '.join(texts)}, in the {states[0].tier} tier"
 
 
 def weights_text(weights: Sequence[WeightParking]) -> str:

@@ -1,7 +1,7 @@
-"""How a step changes whose optimizer state is parked in a tier between updates.
+"""How a step changes whose optimizer state is parked in a tier between updates, and whose gradients are from backward on.
 
 Such state is not in memory when the step begins. That of a parameter which is updated early is there during this update. The
-update after backward has it a chunk of parameters at a time, and takes what it takes for each chunk alone.
+update after backward has state and gradients a chunk of parameters at a time, and takes what it takes for each chunk alone.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _NAME = "parked state"
 
 @dataclass(frozen=True)
 class StateOf:
-    """The optimizer state of one parameter.
+    """The optimizer state of one parameter, or its gradient.
 
     parking: what is parked of it, and what that costs.
-    sizes: bytes of each tensor of the graph that is parked, as the device's allocator gives them.
+    sizes: bytes of each tensor that is parked, as the device's allocator gives them.
     back_seconds: how long the copies back take.
     """
 
@@ -41,7 +41,7 @@ class StateOf:
 class Chunk:
     """Parameters that the update after backward updates together.
 
-    parameters: the names of those whose state is parked.
+    parameters: the names of those whose state or gradient is parked.
     beside_nbytes: bytes that their update takes in addition to weights, gradients and state.
     comes_ahead: their state is copied back while the chunk before is updated.
     """
@@ -57,15 +57,15 @@ Chunks = Sequence[Sequence[Chunk]]
 
 def priced(graph: Graph, states: Sequence[StateOf], chunks: Chunks) -> list[StateOf]:
     """These states, with the seconds for which a step waits for them: what comes ahead comes while the chunk before it goes. An
-    early update waits for all of its copies.
+    early update waits for all of its copies, and so does a step for those of gradients.
     """
-    of_name = {state.parking.parameter: state for state in states}
+    of_name = {state.parking.parameter: state for state in states if state.parking.what == "state"}
     early = {graph.tensors[update.parameter].name for update in graph.updates}
     hidden = dict.fromkeys(of_name, 0.0)
     for own in chunks:
         going = 0.0
         for chunk in own:
-            usual = [of_name[name] for name in chunk.parameters if name not in early]
+            usual = [of_name[name] for name in chunk.parameters if name in of_name and name not in early]
             coming = sum(state.back_seconds for state in usual)
             share = min(1.0, going / coming) if chunk.comes_ahead and coming else 0.0
             for state in usual:
@@ -73,6 +73,8 @@ def priced(graph: Graph, states: Sequence[StateOf], chunks: Chunks) -> list[Stat
             going = sum(state.parking.copy_seconds - state.back_seconds for state in usual)
 
     def waiting(state: StateOf) -> StateOf:
+        if state.parking.what != "state":
+            return state
         seconds = state.parking.copy_seconds - min(state.back_seconds, hidden[state.parking.parameter])
         return replace(state, parking=replace(state.parking, seconds=seconds))
 
@@ -80,22 +82,28 @@ def priced(graph: Graph, states: Sequence[StateOf], chunks: Chunks) -> list[Stat
 
 
 def parked(graph: Graph, states: Sequence[StateOf], chunks: Chunks) -> Graph:
-    """The step of this graph with these states in a tier. `chunks`: those of the update after backward. Points and ids are
-    those of `graph`.
+    """The step of this graph with these states and gradients in a tier. `chunks`: those of the update after backward. Points
+    and ids are those of `graph`.
     """
     tensors = list(graph.tensors)
     ops = list(graph.ops)
     last = len(graph.points) - 1
-    for id, nbytes in _taken(graph, Counter(size for state in states for size in state.sizes)).items():
+    between = [state for state in states if state.parking.what == "state"]
+    for id, nbytes in _taken(graph, Counter(size for state in between for size in state.sizes)).items():
         tensors[id] = replace(tensors[id], nbytes=tensors[id].nbytes - nbytes)
-    nbytes_of = {state.parking.parameter: sum(state.sizes) for state in states}
+    _part_with_gradients(tensors, graph, {s.parking.parameter for s in states if s.parking.what == "gradient"})
+    nbytes_of = Counter[str]()
+    for state in states:
+        nbytes_of[state.parking.parameter] += sum(state.sizes)
 
-    def state_nbytes(chunk: Chunk | None) -> int:
-        return 0 if chunk is None else sum(nbytes_of[name] for name in chunk.parameters)
+    state_nbytes_of = {state.parking.parameter: sum(state.sizes) for state in between}
+
+    def ahead_nbytes(chunk: Chunk | None) -> int:
+        return 0 if chunk is None or not chunk.comes_ahead else sum(state_nbytes_of.get(name, 0) for name in chunk.parameters)
 
     at_end = max(
         (
-            state_nbytes(chunk) + chunk.beside_nbytes + (state_nbytes(then) if then is not None and then.comes_ahead else 0)
+            sum(nbytes_of[name] for name in chunk.parameters) + chunk.beside_nbytes + ahead_nbytes(then)
             for own in chunks
             for chunk, then in zip(own, [*own[1:], None], strict=True)
         ),
@@ -131,6 +139,19 @@ def parked(graph: Graph, states: Sequence[StateOf], chunks: Chunks) -> Graph:
     return replace(
         graph, tensors=tuple(tensors), ops=tuple(ops), updates=tuple(updates), usual_nbytes=at_end if graph.updates else 0
     )
+
+
+def _part_with_gradients(tensors: list[Tensor], graph: Graph, names: set[str]) -> None:
+    """The gradients of these parameters leave as soon as autograd has accumulated them for the first time. Those which the step
+    before has left are not there either.
+    """
+    until = {graph.tensors[t].storage: point for name, (t, point) in graph.gradients.items() if name in names}
+    left = {f"{name}.grad" for name in names}
+    for t in graph.tensors:
+        if t.born_at == BEFORE and (t.storage in until or (t.kind == "gradient" and t.name in left)):
+            tensors[t.id] = replace(t, nbytes=0)
+        elif t.storage in until:
+            tensors[t.id] = replace(t, freed_at=min(t.freed_at, max(until[t.storage], t.born_at)))
 
 
 def _taken(graph: Graph, sizes: Counter[int]) -> dict[int, int]:

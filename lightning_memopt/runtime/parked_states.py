@@ -37,6 +37,7 @@ from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of, in_shared_memory
 from lightning_memopt.runtime.holders import ALONE, held_by, references, use_counts
 from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
+from lightning_memopt.runtime.parked_gradients import ParkedGradients
 from lightning_memopt.runtime.state_chunks import Chunks, chunks_of
 from lightning_memopt.runtime.tiers import Stored
 from lightning_memopt.runtime.tiers.streams import empty_storage, wait_on_host
@@ -168,10 +169,9 @@ def is_any_parked() -> bool:
 
 
 class ParkedStates:
-    """The state of some parameters of one optimizer, parked in a tier between updates.
+    """The state of some parameters of one optimizer, parked in a tier between updates, and perhaps gradients.
 
     parameters: these parameters.
-    moved_nbytes: bytes that updates have read so far, and that go back after them.
 
     Many methods: it parks and fetches all state, that of one parameter, and one tensor, and it is told of each update.
     """
@@ -183,11 +183,14 @@ class ParkedStates:
         depot: Depot,
         tier: str,
         say: Callable[[str], None],
+        gradients: ParkedGradients | None = None,
     ) -> None:
-        """`parameters`: parameter -> bytes of its state that are parked, now or after the update that makes it."""
+        """`parameters`: parameter -> bytes of its state that are parked, now or after the update that makes it. `gradients`:
+        those that are parked; updates read them in the same chunks.
+        """
         self.optimizer = optimizer
         self.parameters = list(parameters)
-        self.moved_nbytes = 0
+        self._moved_nbytes = 0
         self._depot = depot
         self._tier = tier
         self._say = say
@@ -195,6 +198,7 @@ class ParkedStates:
         self._updating = 0
         self._lock = threading.RLock()
         self._nbytes = {id(p): nbytes for p, nbytes in parameters.items()}
+        self._gradients = gradients
         self._groups: list[dict[str, Any]] | None = None
         self._hook: Any = optimizer.register_state_dict_post_hook(partial(_with_plain_states, weakref.ref(self)))
         _living.add(self)
@@ -205,10 +209,17 @@ class ParkedStates:
 
     # -- all state ---------------------------------------------------------------------------------
 
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes that were copied so far, out and back."""
+        return self._moved_nbytes + (0 if self._gradients is None else self._gradients.moved_nbytes)
+
     def park(self) -> None:
-        """Park all state that is on the device."""
+        """Park all that is on the device."""
         for p in self.parameters:
             self._park(p, {})
+        if self._gradients is not None:
+            self._gradients.park()
 
     def fetch(self) -> None:
         """Put all state on the device, into plain dicts, as it is without us."""
@@ -225,6 +236,9 @@ class ParkedStates:
         """Nothing is parked any more, as far as the device has room for it. May be called again. Returns whether all is there:
         otherwise it stays in the tier, and comes back as it is read.
         """
+        if self._gradients is not None:
+            self._gradients.close()
+            self._gradients = None
         if not _have_room(state for p in self.parameters if type(state := self.optimizer.state.get(p)) is ParkedState):
             self._give_back_groups()
             self._tell("the device has no room for all of it at once, so it stays in the tier, and comes back as it is read")
@@ -261,13 +275,15 @@ class ParkedStates:
         """The groups of the step that runs in this frame, in chunks. A chunk's state is parked when the next one begins."""
         groups = self._groups or self.optimizer.param_groups
         self._give_back_groups()  # whatever the step raises, it has them back
-        chunks = chunks_of(groups, self._nbytes)
+        gradients = self._gradients
+        chunks = chunks_of(groups, self._nbytes if gradients is None else gradients.and_of(self._nbytes))
         with self._update():
             for chunk, following in zip(chunks, [*chunks[1:], None], strict=True):
                 if following is not None and following.comes_ahead:
                     for p in filter(self.has, following.params):
                         self._begin(p)
-                yield {**chunk.group, "params": chunk.params}
+                with contextlib.nullcontext() if gradients is None else gradients.there(chunk.params):
+                    yield {**chunk.group, "params": chunk.params}
                 held = held_by(step)
                 for p in filter(self.has, chunk.params):
                     self._park(p, held)
@@ -379,7 +395,7 @@ class ParkedStates:
             del state.coming[name]
             del state.away[name]  # S1: after the copy back
             stored.release()
-            self.moved_nbytes += 2 * stored.nbytes if self._updating else 0
+            self._moved_nbytes += 2 * stored.nbytes if self._updating else 0
             if not self._updating:
                 self._tell("the loop reads it between updates, and it comes back for that; it is parked again in the next step")
 

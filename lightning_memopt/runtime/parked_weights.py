@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import mmap
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -38,9 +37,8 @@ from lightning_memopt.plan import WeightParking
 from lightning_memopt.record import beneath_calls, fills, is_plain, uncompiled, unwatched
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of, in_shared_memory
-from lightning_memopt.runtime.tiers.base import buffer
-from lightning_memopt.runtime.tiers.scratch import Scratch
-from lightning_memopt.runtime.tiers.streams import HostPool, copy, freed_in_order, marked, queued_on
+from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, room, storage_on
+from lightning_memopt.runtime.tiers.streams import copy, freed_in_order, marked, queued_on
 from lightning_memopt.torch_private import (
     backward_task,
     is_copied_on_write,
@@ -48,62 +46,9 @@ from lightning_memopt.torch_private import (
     storage_id,
     tree_leaves,
 )
-from lightning_memopt.units import round_up
-
-ALIGN_NBYTES = mmap.ALLOCATIONGRANULARITY
-"""Each weight begins on a page: a kernel may take another path for memory that is not aligned to 64 bytes, as torch's is."""
-
 
 Direction = Literal["forward", "backward"]
 _DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
-
-
-class Shelf:
-    """Memory beside the device that the device can read: pages of a file for the CPU, page-locked memory for other devices.
-
-    Raises OffloadError where it cannot be had.
-    """
-
-    def __init__(self, nbytes: int, directory: str | None, device: torch.device) -> None:
-        self._file = Scratch(nbytes, directory) if on_host(device) else None
-        self._pool = None if on_host(device) else HostPool(nbytes, device)
-        self._pages = None if self._file is None else memoryview(self._file.pages(nbytes))
-        self._taken = 0
-        if self._pool is not None and not self._pool.locked:
-            self._pool.close()
-            raise OffloadError(
-                f"{nbytes} bytes of host memory cannot be page-locked, and {device} reads no other; raise `ulimit -l`"
-            )
-
-    def put(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy these bytes (flat uint8) to free memory here. Returns this memory twice, as storages of their own on the CPU.
-
-        Raises OffloadError.
-        """
-        offset, nbytes = self._taken, flat.numel()
-        self._taken += round_up(nbytes, ALIGN_NBYTES)
-        if self._file is not None:
-            assert self._pages is not None
-            try:
-                self._file.write(buffer(flat), offset)
-            except OSError as error:
-                raise OffloadError(
-                    f"{nbytes} bytes of frozen weights cannot be written to the disk tier: {error.strerror or error}; "
-                    "give it another directory: offload='disk:/that/one'"
-                ) from error
-            pages = self._pages[offset : offset + nbytes]
-        else:
-            assert self._pool is not None
-            self._pool.bytes[offset : offset + nbytes].copy_(flat)
-            pages = buffer(self._pool.bytes[offset : offset + nbytes])
-        return torch.frombuffer(pages, dtype=torch.uint8), torch.frombuffer(pages, dtype=torch.uint8)
-
-    def close(self) -> None:
-        """No weight has memory here any more."""
-        if self._file is not None:
-            self._file.close()
-        if self._pool is not None:
-            self._pool.close()
 
 
 class _Weight:
@@ -118,7 +63,8 @@ class _Weight:
         self._weight = weight
         self._native = native
         self._bytes = bytes_of(weight)  # a tensor on the storage
-        self._there, self._beside = shelf.put(self._bytes)  # beside: has the memory that the storage has not
+        memory = shelf.put(self._bytes, shelf.take(weight.nbytes), "frozen weights")
+        self._there, self._beside = storage_on(memory), storage_on(memory)  # beside: has the memory that the storage has not
         self._version = weight._version
         self._away_at, self._here_at = self._beside.data_ptr(), 0
         self._coming: torch.Tensor | None = None  # gets a copy ahead
@@ -323,8 +269,8 @@ class ParkedWeights:
         native = loaded()
         if native is None:
             raise OffloadError("the native engine is not there; install a C++ compiler")
-        room = sum(round_up(w.nbytes, ALIGN_NBYTES) for w in weights)
-        unit = self._units[path] = _Unit(module, weights, Shelf(room, directory, weights[0].device), native)
+        shelf = Shelf(room([w.nbytes for w in weights]), directory, weights[0].device)
+        unit = self._units[path] = _Unit(module, weights, shelf, native)
         unit.listening.enter_context(beneath_calls({path: module}, partial(self._called, unit), shares=True))
 
     def has(self, path: str, module: nn.Module, weights: Sequence[torch.Tensor]) -> bool:
@@ -473,13 +419,6 @@ def parks_of(model: nn.Module) -> ParkedWeights:
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-AWAY: set[int] = set()
-"""Identities of the storages that have a tier's memory now. Whoever parked them keeps them alive."""
-
-
-def is_away(t: torch.Tensor) -> bool:
-    """Whether the memory of `t` is in a tier, so that the device has none for it."""
-    return storage_id(t) in AWAY
 
 
 def copies_overlap(device: torch.device) -> bool:

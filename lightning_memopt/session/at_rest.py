@@ -170,7 +170,8 @@ class AtRest(Part):
     def begins(self, tensors: Sequence[Named], budget_nbytes: int) -> None:
         """The first step is about to be observed. `tensors`: those that are there. If they exceed the budget, all frozen
         weights that can be are parked before it. If they do together with gradients and the state that updates will make, all
-        state that can be is parked in observed steps, too. Raises InfeasibleError if the others exceed the budget.
+        state and gradients that can be are parked in observed steps, too. Raises InfeasibleError if the others exceed the
+        budget.
         """
         device, headroom = self._offloading.device, self._offloading.config.headroom
         self.weights.tell_of_placed()
@@ -180,7 +181,7 @@ class AtRest(Part):
             self.weights.put_modules(tuple(units))
         states = self.states.all_of(kind_of(device.type).allocated_nbytes)
         gradients = sum(t.nbytes for t, kind, _ in tensors if kind == "parameter" and t.requires_grad)
-        if resident + gradients + sum(state.nbytes for state in states) > limit:
+        if resident + gradients + sum(state.nbytes for state in states if state.what == "state") > limit:
             self._observed = states
         refuse_hopeless(tensors, device, budget_nbytes, headroom)
 

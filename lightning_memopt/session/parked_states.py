@@ -1,25 +1,30 @@
-"""Optimizer state that a session parks between updates: which of it can be parked, and when it moves.
+"""What updates read, and a session parks until then: optimizer state and gradients. Which can be parked, and when they move.
 
-Observed steps have all state on the device, if there is room for it.
+Observed steps have all of it on the device, if there is room for it.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import get_args
 
 import torch
 from torch import nn, optim
 
 from lightning_memopt.device.kinds import kind_of
-from lightning_memopt.device.places import is_on
+from lightning_memopt.device.places import is_on, on_host
+from lightning_memopt.errors import OffloadError
 from lightning_memopt.graph import Graph
+from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import StateParking
+from lightning_memopt.plan.model import Read
 from lightning_memopt.plan.states import Chunk, StateOf, parked, priced
 from lightning_memopt.record import parameters_of
 from lightning_memopt.runtime.early_updates import ALLOWED, EarlyUpdates, Reason, of_step
 from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
+from lightning_memopt.runtime.parked_gradients import ParkedGradients
 from lightning_memopt.runtime.parked_states import ParkedStates, parkable
 from lightning_memopt.runtime.state_chunks import chunks_of
 from lightning_memopt.runtime.tiers import Tier
@@ -117,21 +122,34 @@ class StatesAtRest(Part):
 
     def _begin(self, states: tuple[StateParking, ...]) -> None:
         """Park these states from now on, also those that the next update will make."""
-        nbytes_of = {state.parameter: state.nbytes for state in states}
-        nbytes = {id(p): nbytes_of[name] for name, p in self.model.named_parameters() if name in nbytes_of}
         self._states = states
-        if not nbytes:
+        if not states:
             return
-        tier, room = states[0].tier, sum(round_up(n, _ALIGN_NBYTES) for n in nbytes.values())
+        named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
+        of_state, of_gradient = (
+            {named[state.parameter]: state.nbytes for state in states if state.what == what and state.parameter in named}
+            for what in get_args(Read)
+        )
+        tier, room = states[0].tier, sum(round_up(nbytes, _ALIGN_NBYTES) for nbytes in of_state.values())
 
         def new_tier(name: str) -> Tier:
             return self.offloading.depots.tier(name, room)
 
         self._depot = Depot({tier: new_tier(tier)}, more=new_tier)
         for optimizer in self.optimizers:
-            of_it = {p: nbytes[id(p)] for p in parameters_of(optimizer) if id(p) in nbytes}
-            if of_it:
-                self._parked.append(ParkedStates(optimizer, of_it, self._depot, tier, self._say))
+            own = set(map(id, parameters_of(optimizer)))
+            state, gradient = ({p: n for p, n in of.items() if id(p) in own} for of in (of_state, of_gradient))
+            if state or gradient:
+                parked_gradients = self._gradients(optimizer, gradient)
+                self._parked.append(ParkedStates(optimizer, state, self._depot, tier, self._say, parked_gradients))
+
+    def _gradients(self, optimizer: optim.Optimizer, nbytes: Mapping[torch.Tensor, int]) -> ParkedGradients | None:
+        """Gradients of parameters of this optimizer are parked from now on."""
+        try:
+            return ParkedGradients(optimizer, nbytes, self.offloading.depots.directory, self._say) if nbytes else None
+        except OffloadError as error:
+            self._tell_once(f"MemOpt: gradients that the plan parks stay on the device: {error}")
+            return None
 
     # -- the plan ----------------------------------------------------------------------------------
 
@@ -151,15 +169,51 @@ class StatesAtRest(Part):
             state = StateOf(parking, tuple(map(rounded, sizes)) if is_there or not timed else (), back)
             other = found.get(name)  # of another optimizer
             found[name] = state if other is None else other.and_of(state)
-        return self.priced(graph, list(found.values()))
+        return self.priced(graph, [*found.values(), *self._gradients_of(graph, timed)])
+
+    def _gradients_of(self, graph: Graph, timed: bool) -> Iterator[StateOf]:
+        """The gradients that can be parked: those of parameters that no plan updates early."""
+        early = {graph.tensors[update.parameter].name for update in graph.updates}
+        tier, rates = self.offloading.tier, None
+        for name, p in self._parameters() if graph.gradients else ():
+            if name in graph.gradients and name not in early and p.nbytes >= LEAST_NBYTES:
+                out = back = 0.0
+                if timed:
+                    rates = rates or self.offloading.rates
+                    out, back = rates.out_seconds(tier, p.nbytes), rates.in_seconds(tier, p.nbytes)
+                yield StateOf(
+                    StateParking(
+                        parameter=name,
+                        what="gradient",
+                        tier=tier,
+                        nbytes=p.nbytes,
+                        copy_seconds=out + back,
+                        seconds=out + back,
+                    ),
+                    (kind_of(graph.device).allocated_nbytes(p.nbytes),),
+                    back,
+                )
+
+    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The names of all parameters whose gradients the device can read in the tier, and they."""
+        device = self.offloading.device
+        if on_host(device) != (self.offloading.tier == "disk") or loaded() is None:
+            return
+        names = {id(p): name for name, p in self.model.named_parameters() if p.requires_grad and is_on(device, p.device)}
+        for optimizer in filter(self._may, self.optimizers):
+            yield from ((names[id(p)], p) for p in parameters_of(optimizer) if id(p) in names)
 
     def all_of(self, rounded: Callable[[int], int]) -> tuple[StateParking, ...]:
-        """All state that can be parked, without seconds. `rounded`: bytes -> those that the device's allocator gives."""
-        nbytes: Counter[str] = Counter()
+        """All that can be parked, without seconds. `rounded`: bytes -> those that the device's allocator gives."""
+        nbytes: Counter[tuple[str, Read]] = Counter()
         for name, sizes, _ in self._each(rounded):
-            nbytes[name] += sum(sizes)
+            nbytes[name, "state"] += sum(sizes)
+        nbytes.update({(name, "gradient"): p.nbytes for name, p in self._parameters() if p.nbytes >= LEAST_NBYTES})
         tier = self.offloading.tier
-        return tuple(StateParking(parameter=p, tier=tier, nbytes=n, copy_seconds=0.0, seconds=0.0) for p, n in nbytes.items())
+        return tuple(
+            StateParking(parameter=name, what=what, tier=tier, nbytes=n, copy_seconds=0.0, seconds=0.0)
+            for (name, what), n in nbytes.items()
+        )
 
     def _each(self, rounded: Callable[[int], int]) -> Iterator[tuple[str, list[int], bool]]:
         """The name of each parameter whose state can be parked, bytes of the tensors of it that one optimizer has or will make,
@@ -205,9 +259,12 @@ class StatesAtRest(Part):
 
     def _tell(self, reason: Reason) -> None:
         """Say once why state is not parked."""
-        if reason.what not in self._said:
-            self._said.add(reason.what)
-            self._say(f"MemOpt: optimizer state is not parked: {reason.what}. {reason.fix}.")
+        self._tell_once(f"MemOpt: optimizer state is not parked: {reason.what}. {reason.fix}.")
+
+    def _tell_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self._say(line)
 
     def in_step(self, graph: Graph, states: Sequence[StateOf]) -> Graph:
         """The step of this graph with these states parked."""
@@ -215,7 +272,9 @@ class StatesAtRest(Part):
 
     def chunks(self, graph: Graph, states: Sequence[StateOf]) -> list[list[Chunk]]:
         """The chunks of each optimizer's step in which these states are parked."""
-        nbytes = {state.parking.parameter: state.parking.nbytes for state in states}
+        nbytes = Counter[str]()
+        for state in states:
+            nbytes[state.parking.parameter] += state.parking.nbytes
         names = {id(p): name for name, p in self.model.named_parameters() if name in nbytes}
         device, rounded = self.offloading.device, kind_of(graph.device).allocated_nbytes
         chunks = []

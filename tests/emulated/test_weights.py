@@ -12,7 +12,8 @@ from torch import Tensor, nn, optim
 from lightning_memopt import optimize, to_device
 from lightning_memopt.plan import WeightParking
 from lightning_memopt.runtime import install_native
-from lightning_memopt.runtime.parked_weights import ParkedWeights, is_away
+from lightning_memopt.runtime.parked_weights import ParkedWeights
+from lightning_memopt.runtime.tiers.shelf import is_away
 from tests.cpu.lib.parked import parked_of
 from tests.emulated import device
 

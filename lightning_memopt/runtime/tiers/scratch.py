@@ -76,12 +76,12 @@ class Scratch:
                 raise OSError(errno.EIO, f"the file ends {len(into)} bytes before what was written to it")
             into, offset = into[n:], offset + n
 
-    def pages(self, nbytes: int) -> mmap.mmap:
-        """The beginning of the file as memory, also after the file is closed. What is written to the file shows in the memory;
-        who writes to the memory changes that page alone. Raises OffloadError.
+    def pages(self, nbytes: int, offset: int = 0) -> mmap.mmap:
+        """The file from `offset` on, a multiple of `mmap.ALLOCATIONGRANULARITY`, as memory, also after the file is closed. What
+        is written to the file shows in the memory; who writes to the memory changes that page alone. Raises OffloadError.
         """
         try:
-            return mmap.mmap(self._file.fileno(), nbytes, access=mmap.ACCESS_COPY)
+            return mmap.mmap(self._file.fileno(), nbytes, access=mmap.ACCESS_COPY, offset=offset)
         except OSError as error:
             raise OffloadError(
                 f"{nbytes} bytes of a file cannot be mapped: {error.strerror}; raise `ulimit -v`, or set offload='none'"

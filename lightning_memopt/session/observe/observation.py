@@ -32,8 +32,10 @@ from lightning_memopt.record.gathered import around_units, units_of
 from lightning_memopt.runtime import ObservingEngine, let_go, step_ended
 from lightning_memopt.runtime.engine.surplus import Bound
 from lightning_memopt.runtime.engine.units import Units
+from lightning_memopt.runtime.parked_gradients import parks_gradient_of as goes
 from lightning_memopt.session.forward.gathering import Watched, observed_code
 from lightning_memopt.session.forward.recording import Recording, hooks_allowed
+from lightning_memopt.session.observe.accumulated import Accumulated
 from lightning_memopt.session.observe.final_gradients import NEVER, Final, freed_early, kept, settled, with_updates
 from lightning_memopt.session.observe.resident import away_nbytes, away_state_nbytes, resident_tensors
 from lightning_memopt.torch_private import (
@@ -78,6 +80,7 @@ class Observation:
     overwritten: identities of the storages that ops wrote to. This step adds those that it sees.
     recompute: ops may run again. Otherwise nothing is evicted or verified, and no op of the graph is recomputable.
     one_of_many: the observed forward is one of many whose graphs are held; none has early updates.
+    gradients: the graph says which tensors are gradients of parameters (`Graph.gradients`).
     finals: where gradients became final; tensors are storage versions of the tape.
     copies: the points at which DistributedDataParallel copied reduced gradients back.
     events: the allocator's events in this round; None where it is not metered.
@@ -98,11 +101,14 @@ class Observation:
         recompute: bool = True,
         one_of_many: bool = False,
         overwritten: set[int] | None = None,
+        gradients: bool = False,
     ) -> None:
         self.model, self.optimizers, self.device = model, optimizers, device
         self.limit_nbytes, self.verify, self.meter = limit_nbytes, verify, meter
         self.fixed, self.finals, self.recompute = fixed, list[Final](), recompute
         self.one_of_many, self._rest = one_of_many, contextlib.ExitStack()
+        self.gradients = gradients
+        self._accumulated: Accumulated | None = None
         self.copies = range(0)
         self._weights: dict[int, torch.Tensor] | None = None  # of this round: id of a sharded parameter -> its gathered weight
         self.scopes = Scopes(model)
@@ -167,7 +173,7 @@ class Observation:
         self._away_nbytes = weights + (0 if counts is not None else states)  # the counter does not count empty storages
         units = units_of(self.model)
         self._round = tracer, engine, recorder
-        ungraded = (p for p in self.model.parameters() if p.requires_grad and gradient_of(p) is None)
+        ungraded = (p for p in self.model.parameters() if p.requires_grad and gradient_of(p) is None and not goes(p))
         self._ungraded = [(p, local_tensor(p).nbytes) for p in ungraded if is_on(self.device, p.device)]
         engine.opaque_ops = self.opaque_ops
         self._metering = contextlib.ExitStack()
@@ -191,6 +197,7 @@ class Observation:
             watched = Watched(recorder, tracer, engine.units)
             watched.begins(units)
             self._contexts.enter_context(around_units(watched))
+        self._accumulated = Accumulated(self.model, tracer, recorder, self._contexts) if self.gradients else None
         self._contexts.callback(self._level_ends)
         levels, told = around_dual_levels(self._level_begins, self._level_ends)
         self._contexts.enter_context(levels.listening(told))
@@ -419,10 +426,9 @@ class Observation:
         if self._round is None:
             return None
         self._backward_is_over()
-        tracer, engine, recorder = self._round
-        self._unverified = engine.unverified
+        self._unverified = self._round[1].unverified
         finals = self.finals_seen()
-        graph = settled(with_updates(kept(tracer.graph(recorder), finals), finals), finals)
+        graph = settled(with_updates(kept(self._graph(), finals), finals), finals)
         self._contexts.close()
         self._metering.close()
         self._end_round()
@@ -431,8 +437,13 @@ class Observation:
     def so_far(self) -> Graph:
         """The graph of the round until now. Workspaces are missing where the meter has not been stopped."""
         assert self._round is not None
+        return self._corrected(self._graph())
+
+    def _graph(self) -> Graph:
+        assert self._round is not None
         tracer, _, recorder = self._round
-        return self._corrected(tracer.graph(recorder))
+        graph = tracer.graph(recorder)
+        return graph if self._accumulated is None else self._accumulated.in_graph(graph)
 
     def to_come(self) -> Graph:
         """The graph of a later step: `so_far`, with each parameter updated where its gradient was final."""

@@ -60,8 +60,10 @@ class ObservedStep:
                 "planned elsewhere. Put the model on one device to plan all of it."
             )
 
-    def begin(self, state: Observing | Waiting, device: torch.device, limit_nbytes: int | None) -> Observation:
-        """A step of this state begins to be observed."""
+    def begin(
+        self, state: Observing | Waiting, device: torch.device, limit_nbytes: int | None, gradients: bool = False
+    ) -> Observation:
+        """A step of this state begins to be observed. `gradients`: a plan may park them."""
         take_workspaces(self._model, device)
         verify = meter = False
         fixed: frozenset[int] = frozenset()
@@ -82,6 +84,7 @@ class ObservedStep:
             self._config.recompute,
             one_of_many=self.effort.looks_at_last and not early,
             overwritten=self.overwritten,
+            gradients=gradients,
         )
         return self.now
 

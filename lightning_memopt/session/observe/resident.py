@@ -15,7 +15,7 @@ from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.graph.model import Kind
 from lightning_memopt.record import is_plain
 from lightning_memopt.runtime.parked_states import is_any_parked, values_of
-from lightning_memopt.runtime.parked_weights import AWAY, is_away
+from lightning_memopt.runtime.tiers.shelf import AWAY, is_away
 from lightning_memopt.session.forward.leaves import leaves_of
 from lightning_memopt.session.observe.graphs import pieces
 from lightning_memopt.torch_private import gradient_of, local_tensor
@@ -55,7 +55,7 @@ def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Named
 
 
 def sizes(tensors: Iterable[Named], device: torch.device) -> list[int]:
-    """Bytes of each of the distinct storages of these tensors on the device. A weight that is away is not there."""
+    """Bytes of each of the distinct storages of these tensors on the device. What is away is not there."""
     seen = {}
     for t, _, _ in tensors:
         if is_on(device, t.device) and t.layout is torch.strided:
@@ -66,8 +66,11 @@ def sizes(tensors: Iterable[Named], device: torch.device) -> list[int]:
 
 
 def away_nbytes(model: nn.Module) -> int:
-    """Bytes of the frozen weights of a model that are in a tier now."""
-    return sum(p.nbytes for p in model.parameters() if is_away(p)) if AWAY else 0
+    """Bytes of the frozen weights and of the gradients of a model that are in a tier now."""
+    if not AWAY:
+        return 0
+    gradients = (gradient for p in model.parameters() if (gradient := gradient_of(p)) is not None)
+    return sum(t.nbytes for t in (*model.parameters(), *gradients) if is_plain(t) and is_away(t))
 
 
 def away_state_nbytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:

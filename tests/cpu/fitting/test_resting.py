@@ -18,7 +18,7 @@ from lightning_memopt.fitting.sources import of_training
 from lightning_memopt.fitting.techniques import config_of
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.runtime import install_native
-from lightning_memopt.runtime.parked_weights import is_away
+from lightning_memopt.runtime.tiers.shelf import is_away
 from tests.cpu.lib.loops import counted_nbytes
 from tests.cpu.lib.trainings import training_of
 

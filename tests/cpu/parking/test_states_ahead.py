@@ -65,9 +65,9 @@ def test_state_that_came_for_no_update_goes_again() -> None:
 
 def test_state_that_has_no_room_is_away_from_the_first_update_on() -> None:
     """Weights, gradients and state together exceed the budget, so observed steps have no state on the device either."""
-    least = trained_by("min")[0].plan.budget_nbytes
+    least = trained_by("min")[0].plan
     plain = trained_by(None)[1]
-    for budget, first in ((least + MIB // 4, 12), (least + 3 * MIB, 0)):
+    for budget, first in ((least.budget_nbytes + MIB // 4, 12), (least.unmodified_peak_nbytes - MIB // 4, 0)):
         there: list[int] = []
 
         def adamw_seen(params: Any, lr: float, there: list[int] = there) -> optim.Optimizer:

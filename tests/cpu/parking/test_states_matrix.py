@@ -1,4 +1,4 @@
-"""Parked optimizer state in a Trainer: every optimizer with every feature, alone and all at once."""
+"""Parked optimizer state and gradients in a Trainer: every optimizer with every feature, alone and all at once."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ from typing import Any
 import pytest
 
 from lightning_memopt.runtime import parked_states
+from lightning_memopt.session import parked_states as at_rest
 from tests.cpu.early_updates.test_in_backward_matrix import FEATURES, learn
 from tests.cpu.lib.early import OPTIMIZERS
 from tests.cpu.lib.fits import assert_same_tree, memopt, session_of
 
 PARKED: dict[str, Any] = dict(offload="disk", max_slowdown=1e6, profile_steps=1)
-FACTORED = ("adafactor",)  # its state is smaller than the least that is parked
+FACTORED = ("adafactor",)  # its state is smaller than the least that is parked, and its update takes more than gradients
 
 
 @pytest.mark.parametrize("backward", ["never", pytest.param("always", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_exact(name: str, feature: str, backward: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights, optimizer state, rates, metrics, steps and generator of the plain Trainer, with all state in the disk tier."""
+    """Weights, optimizer state, rates, metrics, steps and generator of the plain Trainer, with all state in the disk tier, and
+    the gradients of all parameters that are not updated in backward.
+    """
     monkeypatch.setattr(parked_states, "LEAST_NBYTES", 512)
+    monkeypatch.setattr(at_rest, "LEAST_NBYTES", 512)
     moved = []
     read = parked_states.ParkedStates._read
     monkeypatch.setattr(parked_states.ParkedStates, "_read", lambda *args: (moved.append(args[-1]), read(*args))[1])
@@ -31,5 +35,8 @@ def test_exact(name: str, feature: str, backward: str, tmp_path: Path, monkeypat
     assert_same_tree(plain, found)
     plan = session_of(trainer).plan
     assert plan is not None
-    if name not in FACTORED:
-        assert plan.states and moved
+    parked = {state.what for state in plan.states}
+    if name in FACTORED:
+        assert "state" not in parked
+    else:
+        assert moved and parked == ({"state", "gradient"} if backward == "never" else {"state"})

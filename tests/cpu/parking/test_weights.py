@@ -24,7 +24,8 @@ from lightning_memopt.plan.files import read_plan, write_plan
 from lightning_memopt.plan.validate import validate
 from lightning_memopt.record import beneath_calls, watching
 from lightning_memopt.runtime import install_native, parked_weights
-from lightning_memopt.runtime.parked_weights import Shelf, is_away, may_be_parked
+from lightning_memopt.runtime.parked_weights import may_be_parked
+from lightning_memopt.runtime.tiers.shelf import Shelf, is_away
 from tests.cpu.lib.engines import elements
 from tests.cpu.lib.parked import parked_of
 from tests.cpu.lib.said import listening
@@ -356,11 +357,11 @@ def test_a_full_disk_keeps_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, taken = Trained(None), []
 
     class Full(Shelf):
-        def put(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        def put(self, flat: Tensor, offset: int, what: str) -> memoryview:
             taken.append(flat.numel())
             if len(taken) == 12:
                 raise OffloadError("no space left")
-            return super().put(flat)
+            return super().put(flat, offset, what)
 
     monkeypatch.setattr(parked_weights, "Shelf", Full)
     with listening() as said:

@@ -16,7 +16,7 @@ from lightning_memopt.plan import WeightParking, lower
 from lightning_memopt.plan.files import read_plan, write_plan
 from lightning_memopt.plan.validate import validate
 from lightning_memopt.runtime import install_native, parked_weights
-from lightning_memopt.runtime.parked_weights import is_away
+from lightning_memopt.runtime.tiers.shelf import is_away
 from lightning_memopt.session import at_rest
 from tests.cpu.lib.engines import elements
 from tests.cpu.lib.parked import parked_of

@@ -16,7 +16,7 @@ from torch.utils import swap_tensors
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memopt import optimize, to_device
-from lightning_memopt.runtime.parked_weights import AWAY, is_away
+from lightning_memopt.runtime.tiers.shelf import AWAY, is_away
 from tests.cpu.lib.engines import elements
 from tests.cpu.lib.parked import parked_of
 from tests.cpu.lib.said import listening

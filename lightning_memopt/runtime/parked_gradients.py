@@ -1,0 +1,262 @@
+"""Gradients that are parked in memory beside the device from when autograd has accumulated them until the optimizer reads them.
+
+As with parked weights, the storage of a gradient that is away has the tier's own memory, which the device can read and write:
+clipping, a GradScaler, another backward that adds to it and a loop that logs a norm get its bits, only slower. A step of the
+optimizer has the gradients of a chunk of parameters on the device at a time (state_chunks.py).
+
+G1. The tier has a gradient's bytes before its storage gets the tier's memory.
+G2. A gradient that the optimizer may have written is copied to the tier again before the device's memory is freed.
+G3. A parameter has one place in the tier. A gradient that somebody still holds when the next one comes, goes back to the device
+    before its place is written.
+G4. At the end of a run all gradients are on the device again, in memory of torch's allocator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import optim
+
+from lightning_memopt.device.places import on_host
+from lightning_memopt.errors import OffloadError
+from lightning_memopt.native import counter_of
+from lightning_memopt.native.engine import loaded
+from lightning_memopt.record import fills, is_plain, uncompiled, unwatched
+from lightning_memopt.record.below import below_autograd
+from lightning_memopt.record.tensors import bytes_of, in_shared_memory
+from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, room, storage_on
+from lightning_memopt.runtime.tiers.streams import copy, freed_in_order
+from lightning_memopt.torch_private import gradient_of, storage_id
+
+_ONLY_READ = (optim.Adam, optim.AdamW)
+"""Optimizers that do not write gradients, unless they are fused: then they may scale them."""
+
+
+def may_be_parked(gradient: torch.Tensor | None) -> bool:
+    """Whether a gradient can be parked."""
+    return (
+        gradient is not None
+        and is_plain(gradient)
+        and fills(gradient)
+        and gradient.nbytes > 0
+        and not gradient.requires_grad
+        and not in_shared_memory(gradient)
+    )
+
+
+class _Place:
+    """The place of one parameter's gradients in the tier. All calls are below autograd.
+
+    nbytes: the most bytes that it has room for.
+    """
+
+    def __init__(self, shelf: Shelf, nbytes: int, native: Any) -> None:
+        self.nbytes = nbytes
+        self._shelf = shelf
+        self._offset = shelf.take(nbytes)
+        self._native = native
+        self._storage: weakref.ref[Any] = weakref.ref(torch.empty(0).untyped_storage())  # of the gradient that has this place
+        self._version = 0
+        self._away_at = self._here_at = 0
+        self._beside = _NOTHING  # the tier's memory while the gradient is on the device
+
+    def has(self, gradient: torch.Tensor) -> bool:
+        """Whether this gradient has this place, on the device or away."""
+        return self._storage() is gradient.untyped_storage()
+
+    def is_away(self, gradient: torch.Tensor) -> bool:
+        return self.has(gradient) and gradient.untyped_storage().data_ptr() == self._away_at
+
+    def park(self, gradient: torch.Tensor) -> None:
+        """Raises OffloadError where it cannot be copied."""
+        if gradient.nbytes > self.nbytes:
+            return
+        if not self.has(gradient):
+            self.bring_home()  # G3
+        elif self.is_away(gradient) and (self._shelf.keeps_writes or gradient._version == self._version):
+            return
+        flat = bytes_of(gradient)
+        memory = self._shelf.put(flat, self._offset, "a gradient")
+        self._beside = storage_on(memory)
+        self._away_at, self._here_at = self._beside.data_ptr(), 0
+        if not self.has(gradient):
+            gone = partial(_forget, storage_id(flat))
+            self._storage = weakref.ref(gradient.untyped_storage(), gone)
+        self._leave(flat, gradient._version)
+
+    def _leave(self, flat: torch.Tensor, version: int) -> None:
+        if flat.untyped_storage().data_ptr() != self._away_at:
+            freed_in_order(flat)
+        self._native.exchange(flat, self._beside)  # G1
+        self._version = version
+        AWAY.add(storage_id(flat))
+        self._beside = _NOTHING  # the device's memory is freed
+
+    def fetch(self, gradient: torch.Tensor) -> int:
+        """The gradient is on the device, for work on the current stream. Returns the bytes that were copied."""
+        if not self.is_away(gradient):
+            return 0
+        flat = bytes_of(gradient)
+        counter = counter_of(flat.device)
+        with contextlib.nullcontext() if counter is None else counter.hidden():  # an observed step has its gradients already
+            here = torch.empty_like(flat)
+        copy(here, flat)
+        self._version = gradient._version
+        self._here_at = here.data_ptr()
+        self._native.exchange(flat, here)
+        self._beside = here
+        AWAY.discard(storage_id(flat))
+        return gradient.nbytes
+
+    def drop(self, gradient: torch.Tensor, changed: bool) -> None:
+        """The gradient is away again. `changed`: it may have been written where no version counter shows it."""
+        if not self._here_at or not self.has(gradient) or gradient.untyped_storage().data_ptr() != self._here_at:
+            return
+        if changed or gradient._version != self._version:
+            self.park(gradient)  # G2
+        else:
+            self._here_at = 0
+            self._leave(bytes_of(gradient), self._version)
+
+    def bring_home(self) -> None:
+        """Whoever still holds the gradient that has this place, has it on the device."""
+        storage = self._storage()
+        if storage is not None and storage.data_ptr() == self._away_at:
+            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            home = torch.empty_like(flat)
+            home.copy_(flat)
+            self._native.exchange(flat, home)
+            AWAY.discard(storage_id(flat))
+        self._here_at = 0
+
+
+class ParkedGradients:
+    """Gradients of some parameters of one optimizer, on one device, parked until its step reads them.
+
+    moved_nbytes: bytes that were copied so far, out and back.
+    places: identity of a parameter -> the place of its gradients.
+
+    Raises OffloadError where there is no memory for them.
+    """
+
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        nbytes: Mapping[torch.Tensor, int],
+        directory: str | None,
+        say: Callable[[str], None],
+    ) -> None:
+        """`nbytes`: parameter -> bytes of its gradient. `directory`: for files; None: the system's."""
+        native = loaded()
+        if native is None:
+            raise OffloadError("the native engine is not there; install a C++ compiler")
+        self.moved_nbytes = 0
+        self._optimizer = optimizer
+        self._say = say
+        self._said: set[str] = set()
+        self._lock = threading.RLock()
+        self._parameters = list(nbytes)
+        self._shelf = Shelf(room(list(nbytes.values())), directory, self._parameters[0].device)
+        self.places = {id(p): _Place(self._shelf, n, native) for p, n in nbytes.items()}
+        self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in self._parameters]
+        _living.add(self)
+
+    @uncompiled
+    def _accumulated(self, p: torch.Tensor) -> None:
+        """Autograd has added to the gradient of a parameter."""
+        self._park(p)
+
+    def park(self) -> None:
+        """Park all gradients that are on the device."""
+        for p in self._parameters:
+            self._park(p)
+
+    def _park(self, p: torch.Tensor) -> None:
+        gradient = gradient_of(p)
+        if gradient is None or not may_be_parked(gradient) or gradient.device != p.device:
+            return
+        with self._lock, below_autograd(), unwatched():
+            place = self.places[id(p)]
+            was_away = place.is_away(gradient)
+            try:
+                place.park(gradient)
+            except OffloadError as error:
+                self._tell(f"{error}: it stays on the device")
+                return
+            self.moved_nbytes += 0 if was_away else gradient.nbytes
+
+    def and_of(self, nbytes: Mapping[int, int]) -> dict[int, int]:
+        """Identity of a parameter -> bytes of its gradient and these."""
+        own = {key: place.nbytes for key, place in self.places.items()}
+        return {key: own.get(key, 0) + nbytes.get(key, 0) for key in own.keys() | nbytes.keys()}
+
+    @contextlib.contextmanager
+    def there(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Within, the gradients of these parameters are on the device: the optimizer reads them. Where there is no room for
+        one, it is read where it is.
+        """
+        gradients = [
+            (p, self.places[id(p)], g) for p in parameters if id(p) in self.places and (g := gradient_of(p)) is not None
+        ]
+        with self._lock, below_autograd(), unwatched(), contextlib.suppress(torch.OutOfMemoryError):
+            for _, place, gradient in gradients:
+                self.moved_nbytes += place.fetch(gradient)
+        yield
+        with self._lock, below_autograd(), unwatched():
+            for p, place, gradient in gradients:
+                place.drop(gradient, changed=self._may_write(p))
+
+    def _may_write(self, p: torch.Tensor) -> bool:
+        if type(self._optimizer) not in _ONLY_READ:
+            return True
+        return any(group.get("fused") for group in self._optimizer.param_groups if any(p is q for q in group["params"]))
+
+    def before_fork(self) -> None:
+        if all(on_host(p.device) for p in self._parameters):
+            self._bring_home()
+
+    def _bring_home(self) -> None:
+        with self._lock, below_autograd(), unwatched():
+            for place in self.places.values():
+                place.bring_home()
+
+    def close(self) -> None:
+        """G4. May be called again: gradients for which there is no room raise, and stay in the tier."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._bring_home()
+        self._shelf.close()
+
+    def _tell(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            self._say(f"MemOpt: gradients that the plan parks: {what}")
+
+
+def _forget(storage: int, _: Any) -> None:
+    AWAY.discard(storage)
+
+
+def parks_gradient_of(p: torch.Tensor) -> bool:
+    """Whether the gradient of this parameter is parked as soon as it is accumulated."""
+    return any(id(p) in gradients.places for gradients in _living)
+
+
+_living: weakref.WeakSet[ParkedGradients] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    """What is written to a file later shows in the memory of a forked process. So gradients of the CPU are on it then."""
+    for gradients in tuple(_living):
+        gradients.before_fork()
+
+
+os.register_at_fork(before=_before_fork)
+_NOTHING = torch.empty(0, dtype=torch.uint8)
