@@ -119,6 +119,15 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "An op gave other bits when it ran a second time: it is not deterministic.",
         "Use deterministic algorithms to have it rebuilt. Otherwise its result is kept, and nothing is wrong.",
     ),
+    ("runtime/parked_gradients.py", "MemOpt: gradients that the plan parks"): (
+        "The plan copies gradients to a tier in backward. One cannot be written there, and stays on the device: it has the right "
+        "bits, but a step takes more bytes than predicted.",
+        "Make room in the tier.",
+    ),
+    ("session/parked_states.py", "MemOpt: gradients that the plan parks stay on the device"): (
+        "There is no memory for them in the tier, or the device cannot read it.",
+        "Do what the line says, or set a larger budget.",
+    ),
     ("runtime/parked_states.py", "MemOpt: optimizer state that the plan parks"): (
         "The plan copies optimizer state to a tier between updates. Other code reads some of it or holds it, or it cannot be "
         "written. It has the right bits wherever it is, but a step takes more bytes than predicted.",

@@ -96,6 +96,7 @@ def observing(early: bool = False, tiled: bool = False) -> MemOptConfig:
         verify=False,
         verbose=False,
         optimizer_in_backward=in_backward,
+        offload="disk",  # nothing goes there, but the graph has what could
         tile="exact" if tiled else "off",
     )
 

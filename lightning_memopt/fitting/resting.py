@@ -1,5 +1,5 @@
-"""What rests in a training that is asked about, and may be parked: optimizer state between updates, and frozen weights while
-other modules run. It is what a run would park (`session/at_rest.py`).
+"""What rests in a training that is asked about, and may be parked: optimizer state between updates, gradients from backward to
+the update, and frozen weights while other modules run. It is what a run would park (`session/at_rest.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_memopt.plan import StateParking, WeightParking, states_text, weig
 from lightning_memopt.plan import states as states_in_step
 from lightning_memopt.plan import weights as weights_in_step
 from lightning_memopt.plan.rates import MachineRates
-from lightning_memopt.plan.states import Chunk, StateOf
+from lightning_memopt.plan.states import Chunk, StateOf, may_be_parked
 from lightning_memopt.session.at_rest import AtRest
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Parts
@@ -34,7 +34,7 @@ class Resting:
     """What rests, by names: any step of the training has it.
 
     weights: path of a module -> the names of its frozen weights.
-    states: optimizer state, without seconds of copies.
+    states: optimizer state and gradients, without seconds of copies.
     chunks: those of each optimizer's step in which all of this state is parked.
     """
 
@@ -79,7 +79,8 @@ class Parked:
             parking = replace(state.parking, tier=tier, copy_seconds=out + back, seconds=out + back)
             return StateOf(parking, tuple(map(blocks, state.sizes)), back)
 
-        states = states_in_step.priced(graph, [on_card(state) for state in resting.states], resting.chunks)
+        may_be = may_be_parked(graph, resting.states)
+        states = states_in_step.priced(graph, [on_card(state) for state in may_be], resting.chunks)
         step = weights_in_step.parked_weights(graph, movable, ahead) if movable else graph
         step = states_in_step.parked(step, states, resting.chunks) if states else step
         return cls(step, tuple(state.parking for state in states), tuple(unit.parking for unit in units))

@@ -55,6 +55,15 @@ Chunks = Sequence[Sequence[Chunk]]
 """The chunks of each optimizer, in the order of its step."""
 
 
+def may_be_parked(graph: Graph, states: Sequence[StateOf]) -> list[StateOf]:
+    """Those of these that this step may park: no gradient of a parameter that it may update early, or whose gradient has no
+    memory of its own.
+    """
+    early = {graph.tensors[update.parameter].name for update in graph.updates}
+    gradients = graph.gradients.keys() - early
+    return [state for state in states if state.parking.what == "state" or state.parking.parameter in gradients]
+
+
 def priced(graph: Graph, states: Sequence[StateOf], chunks: Chunks) -> list[StateOf]:
     """These states, with the seconds for which a step waits for them: what comes ahead comes while the chunk before it goes. An
     early update waits for all of its copies, and so does a step for those of gradients.

@@ -20,7 +20,7 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import StateParking
 from lightning_memopt.plan.model import Read
-from lightning_memopt.plan.states import Chunk, StateOf, parked, priced
+from lightning_memopt.plan.states import Chunk, StateOf, may_be_parked, parked, priced
 from lightning_memopt.record import parameters_of
 from lightning_memopt.runtime.early_updates import ALLOWED, EarlyUpdates, Reason, of_step
 from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
@@ -137,8 +137,9 @@ class StatesAtRest(Part):
 
         self._depot = Depot({tier: new_tier(tier)}, more=new_tier)
         for optimizer in self.optimizers:
-            own = set(map(id, parameters_of(optimizer)))
-            state, gradient = ({p: n for p, n in of.items() if id(p) in own} for of in (of_state, of_gradient))
+            own = parameters_of(optimizer)
+            state = {p: of_state[p] for p in own if p in of_state}
+            gradient = {p: of_gradient.pop(p) for p in own if p in of_gradient}
             if state or gradient:
                 parked_gradients = self._gradients(optimizer, gradient)
                 self._parked.append(ParkedStates(optimizer, state, self._depot, tier, self._say, parked_gradients))
@@ -148,7 +149,8 @@ class StatesAtRest(Part):
         try:
             return ParkedGradients(optimizer, nbytes, self.offloading.depots.directory, self._say) if nbytes else None
         except OffloadError as error:
-            self._tell_once(f"MemOpt: gradients that the plan parks stay on the device: {error}")
+            if self._is_new(str(error)):
+                self._say(f"MemOpt: gradients that the plan parks stay on the device: {error}")
             return None
 
     # -- the plan ----------------------------------------------------------------------------------
@@ -169,46 +171,43 @@ class StatesAtRest(Part):
             state = StateOf(parking, tuple(map(rounded, sizes)) if is_there or not timed else (), back)
             other = found.get(name)  # of another optimizer
             found[name] = state if other is None else other.and_of(state)
-        return self.priced(graph, [*found.values(), *self._gradients_of(graph, timed)])
+        return self.priced(graph, may_be_parked(graph, [*found.values(), *self._gradients_of(graph, timed)]))
 
     def _gradients_of(self, graph: Graph, timed: bool) -> Iterator[StateOf]:
-        """The gradients that can be parked: those of parameters that no plan updates early."""
-        early = {graph.tensors[update.parameter].name for update in graph.updates}
+        """All gradients that can be parked. `timed`: with the seconds of copies."""
         tier, rates = self.offloading.tier, None
         for name, p in self._parameters() if graph.gradients else ():
-            if name in graph.gradients and name not in early and p.nbytes >= LEAST_NBYTES:
-                out = back = 0.0
-                if timed:
-                    rates = rates or self.offloading.rates
-                    out, back = rates.out_seconds(tier, p.nbytes), rates.in_seconds(tier, p.nbytes)
-                yield StateOf(
-                    StateParking(
-                        parameter=name,
-                        what="gradient",
-                        tier=tier,
-                        nbytes=p.nbytes,
-                        copy_seconds=out + back,
-                        seconds=out + back,
-                    ),
-                    (kind_of(graph.device).allocated_nbytes(p.nbytes),),
-                    back,
-                )
+            out = back = 0.0
+            if timed:
+                rates = rates or self.offloading.rates
+                out, back = rates.out_seconds(tier, p.nbytes), rates.in_seconds(tier, p.nbytes)
+            seconds = out + back
+            yield StateOf(
+                StateParking(
+                    parameter=name, what="gradient", tier=tier, nbytes=p.nbytes, copy_seconds=seconds, seconds=seconds
+                ),
+                (kind_of(graph.device).allocated_nbytes(p.nbytes),),
+                back,
+            )
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The names of all parameters whose gradients the device can read in the tier, and they."""
+        """The parameters whose gradients are worth parking, if the device can read them in the tier, and their names."""
         device = self.offloading.device
         if on_host(device) != (self.offloading.tier == "disk") or loaded() is None:
             return
         names = {id(p): name for name, p in self.model.named_parameters() if p.requires_grad and is_on(device, p.device)}
         for optimizer in filter(self._may, self.optimizers):
-            yield from ((names[id(p)], p) for p in parameters_of(optimizer) if id(p) in names)
+            for p in parameters_of(optimizer):
+                name = names.pop(id(p), None)  # another optimizer may have it, too
+                if name is not None and p.nbytes >= LEAST_NBYTES:
+                    yield name, p
 
     def all_of(self, rounded: Callable[[int], int]) -> tuple[StateParking, ...]:
         """All that can be parked, without seconds. `rounded`: bytes -> those that the device's allocator gives."""
         nbytes: Counter[tuple[str, Read]] = Counter()
         for name, sizes, _ in self._each(rounded):
             nbytes[name, "state"] += sum(sizes)
-        nbytes.update({(name, "gradient"): p.nbytes for name, p in self._parameters() if p.nbytes >= LEAST_NBYTES})
+        nbytes.update({(name, "gradient"): p.nbytes for name, p in self._parameters()})
         tier = self.offloading.tier
         return tuple(
             StateParking(parameter=name, what=what, tier=tier, nbytes=n, copy_seconds=0.0, seconds=0.0)
@@ -259,12 +258,14 @@ class StatesAtRest(Part):
 
     def _tell(self, reason: Reason) -> None:
         """Say once why state is not parked."""
-        self._tell_once(f"MemOpt: optimizer state is not parked: {reason.what}. {reason.fix}.")
+        if self._is_new(reason.what):
+            self._say(f"MemOpt: optimizer state is not parked: {reason.what}. {reason.fix}.")
 
-    def _tell_once(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
-            self._say(line)
+    def _is_new(self, what: str) -> bool:
+        """Whether the user was not told of it yet."""
+        new = what not in self._said
+        self._said.add(what)
+        return new
 
     def in_step(self, graph: Graph, states: Sequence[StateOf]) -> Graph:
         """The step of this graph with these states parked."""
