@@ -176,6 +176,7 @@ CARDS = {
     "llama-8b-lora-12gib": Card(partial(llama_8b, True, 2048), 12, 10, larger=True, offload="host"),
     "llama-70b-lora-24gib": Card(partial(llama_70b, 2048), 24, 22, larger=True, offload="host"),
     "llama-8b-40gib": Card(partial(llama_8b, False, 4096), 40, 38, tile="exact", offload="host"),
+    "llama-8b-24gib": Card(partial(llama_8b, False, 4096), 24, 22, tile="exact", offload="host"),
     "sdxl-like-16gib": Card(sdxl, 16, 15, offload="host"),
 }
 
