@@ -37,10 +37,10 @@ class MemOptConfig:
             Above it, steps of many tiny ops become several times slower for little memory.
         recompute: whether saved tensors may be dropped and rebuilt. False: no op runs twice. Then only `offload`, `compress`
             and `optimizer_in_backward` reduce memory, and observed steps use as much memory as without a plan.
-        offload: where saved tensors may be parked until backward, optimizer state between updates, and frozen weights while
-            other modules run: `"none"`; `"disk"` (an unnamed temporary file, for any device, in the system's temporary
-            directory or the given one: `"disk:/fast/nvme"`); `"host"` (page-locked memory, for CUDA devices); `"auto"`
-            (`"host"` for CUDA devices, else `"none"`).
+        offload: where saved tensors may be parked until backward, gradients from then until the update, optimizer state between
+            updates, and frozen weights while other modules run: `"none"`; `"disk"` (an unnamed temporary file, for any device,
+            in the system's temporary directory or the given one: `"disk:/fast/nvme"`); `"host"` (page-locked memory, for CUDA
+            devices); `"auto"` (`"host"` for CUDA devices, else `"none"`).
         compress: `"none"`; `"lossless"`: boolean and ReLU masks are stored as one bit per value, and gradients are unchanged;
             `"lossy"` also stores the inputs of convolutions and linear layers at 8 bits per value, which changes gradients; a
             codec's name (`"block4"`, `"block6"`, ... `"block16"`, `"int8"`, `"int4"`) stores these inputs by that codec
