@@ -8,7 +8,8 @@ G1. The tier has a gradient's bytes before its storage gets the tier's memory.
 G2. A gradient that the optimizer may have written is copied to the tier again before the device's memory is freed.
 G3. A parameter has one place in the tier. A gradient that somebody still holds when the next one comes, goes back to the device
     before its place is written.
-G4. At the end of a run all gradients are on the device again, in memory of torch's allocator.
+G4. At the end of a run all gradients are on the device again, in memory of torch's allocator, as far as it has room for them.
+    The others keep their place in the tier as long as they live.
 """
 
 from __future__ import annotations
@@ -126,7 +127,9 @@ class _Place:
             self._leave(bytes_of(gradient), self._version)
 
     def bring_home(self) -> None:
-        """Whoever still holds the gradient that has this place, has it on the device."""
+        """Whoever still holds the gradient that has this place, has it on the device. Raises torch.OutOfMemoryError where there
+        is no room: it stays here.
+        """
         storage = self._storage()
         if storage is not None and storage.data_ptr() == self._away_at:
             flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -135,6 +138,12 @@ class _Place:
             self._native.exchange(flat, home)
             AWAY.discard(storage_id(flat))
         self._here_at = 0
+
+    def outlives(self, run: Any) -> None:
+        """The gradient that has this place keeps it, with the tier's memory, after the end of `run`."""
+        storage = self._storage()
+        if storage is not None:
+            weakref.finalize(storage, _nothing, run).atexit = False
 
 
 class ParkedGradients:
@@ -222,22 +231,35 @@ class ParkedGradients:
         if all(on_host(p.device) for p in self._parameters):
             self._bring_home()
 
-    def _bring_home(self) -> None:
-        with self._lock, below_autograd(), unwatched():
-            for place in self.places.values():
-                place.bring_home()
-
     def close(self) -> None:
-        """G4. May be called again: gradients for which there is no room raise, and stay in the tier."""
+        """G4. May be called again."""
         while self._hooks:
             self._hooks.pop().remove()
-        self._bring_home()
-        self._shelf.close()
+        if self._bring_home():
+            self._shelf.close()
+        else:
+            self._tell("the device has no room for all of them at the end of the run, so they stay in the tier")
+
+    def _bring_home(self) -> bool:
+        """Whether the device had room for all of them."""
+        all_there = True
+        with self._lock, below_autograd(), unwatched():
+            for place in self.places.values():
+                try:
+                    place.bring_home()
+                except torch.OutOfMemoryError:
+                    all_there = False
+                    place.outlives(self._shelf)
+        return all_there
 
     def _tell(self, what: str) -> None:
         if what not in self._said:
             self._said.add(what)
             self._say(f"MemOpt: gradients that the plan parks: {what}")
+
+
+def _nothing(_: Any) -> None:
+    pass
 
 
 def _forget(storage: int, _: Any) -> None:
