@@ -14,8 +14,10 @@ from torch import nn
 from lightning_memopt.config import MemOptConfig, config_of, with_option_texts
 from lightning_memopt.fabric.fabric_private import OneOrSeveralDevices, wrapper_class
 from lightning_memopt.fabric.models import Models
+from lightning_memopt.fabric.rank_zero import rank_zero_say
 from lightning_memopt.integrations.lightnings import FabricDDPStrategy, shown
 from lightning_memopt.integrations.plain import Run
+from lightning_memopt.integrations.to_device import make_room
 
 
 class MemOptFabricMixin(abc.ABC):
@@ -124,3 +126,7 @@ class MemOptFabricStrategy(MemOptFabricMixin, OneOrSeveralDevices):
     """
 
     parallel = MemOptFabricDDPStrategy
+
+    def module_to_device(self, module: nn.Module) -> None:
+        make_room(module, self.root_device, self.memopt_config, rank_zero_say)
+        super().module_to_device(module)

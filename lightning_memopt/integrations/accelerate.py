@@ -26,6 +26,7 @@ from lightning_memopt.errors import RankFailedError, UnsupportedError
 from lightning_memopt.integrations import accelerate_private as private
 from lightning_memopt.integrations import wire
 from lightning_memopt.integrations.plain import Run, open_run, unwrapped
+from lightning_memopt.integrations.to_device import make_room
 from lightning_memopt.record import updates_any
 from lightning_memopt.record.gathered import units_of
 from lightning_memopt.runtime.early_updates import Reason
@@ -328,6 +329,8 @@ def _preparing(name: str, method: Callable[..., Any], accelerator: Any, *args: A
         refuse(accelerator, args)
     watched.preparing += 1
     try:
+        if name == "prepare_model" and accelerator.device_placement and accelerator.num_processes == 1:
+            make_room(args[0] if args else kwargs["model"], accelerator.device, config, watched._say)
         result = method(accelerator, *args, **kwargs)
     finally:
         watched.preparing -= 1

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 from torch import nn
 
 from lightning_memopt import logs
-from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.config import MemOptConfig, disabled
+from lightning_memopt.device.backends import backend_of
+from lightning_memopt.device.places import is_on, on_host
+from lightning_memopt.errors import OffloadError, UnsupportedError
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.runtime import install_native
 from lightning_memopt.runtime.frozen_units import frozen_units
-from lightning_memopt.runtime.parked_weights import parks_of
+from lightning_memopt.runtime.parked_weights import parks_of, placed_in
+from lightning_memopt.units import format_nbytes
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -35,10 +40,45 @@ def to_device(model: Model, device: torch.device | str = "cuda") -> Model:
     parked = parks_of(model)
     for now in {p.device for p in model.parameters()}:
         for path, own in frozen_units(model, now).items():
-            if path in parked.paths:
+            module, weights = model.get_submodule(path), list(own.values())
+            if parked.has(path, module, weights):
                 continue
+            if path in parked.paths:
+                parked.home([path])  # a loop has moved the weights meanwhile (`model.cpu()`)
             with below_autograd():
-                for weight in own.values():
+                for weight in weights:
                     weight.data = weight.data.to(device)
-            parked.put(path, model.get_submodule(path), list(own.values()))
+            parked.put(path, module, weights)
     return model.to(device)
+
+
+def make_room(model: nn.Module, device: torch.device, config: MemOptConfig, say: Callable[[str], None]) -> None:
+    """A front is about to move a model to a device. If the budget, or the device, has no room for the weights that come, leave
+    the frozen ones in the host's memory, as `to_device` does; and say so.
+    """
+    if on_host(device) or disabled() or config.offload_to[0] not in ("auto", "host"):
+        return
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers()) if not is_on(device, t.device)}
+    nbytes = sum(t.nbytes for t in tensors.values())
+    budget, left = config.budget_nbytes(device), backend_of(device).left_nbytes()
+    limit = min((most for most in (budget, left) if most is not None), default=nbytes)
+    if nbytes <= limit or not any(frozen_units(model, now) for now in {t.device for t in tensors.values()}):
+        return
+    try:
+        to_device(model, device)
+    except (UnsupportedError, OffloadError) as error:
+        say(
+            f"MemOpt: the weights ({format_nbytes(nbytes)}) have no room in {format_nbytes(limit)}, none are parked: {error}"
+        )
+        return
+    say(
+        f"MemOpt: the weights ({format_nbytes(nbytes)}) have no room in {format_nbytes(limit)}: frozen ones stay in the host's "
+        "memory, and are on the device only while their module runs"
+    )
+
+
+def let_go(model: nn.Module) -> None:
+    """A front has moved a model elsewhere: weights that were parked need no memory of the tier any more."""
+    parked = placed_in(model)
+    if parked is not None:
+        parked.let_go()

@@ -80,8 +80,12 @@ class _Weight:
     def is_away(self) -> bool:
         return self._is_at(self._away_at)
 
+    @property
+    def is_current(self) -> bool:
+        return storage_id(self._weight) == storage_id(self._bytes)
+
     def parks(self, weight: torch.Tensor) -> bool:
-        return self._weight is weight and storage_id(weight) == storage_id(self._bytes)
+        return self._weight is weight and self.is_current
 
     def _is_at(self, address: int) -> bool:
         with unwatched():  # whose address others have, is never dropped
@@ -192,6 +196,11 @@ class _Unit:
         )
 
     @property
+    def is_current(self) -> bool:
+        """Whether the weights have the storages that are parked."""
+        return all(weight.is_current for weight in self._weights)
+
+    @property
     def away_nbytes(self) -> int:
         return sum(weight.nbytes for weight in self._weights if weight.is_away)
 
@@ -298,6 +307,10 @@ class ParkedWeights:
             del self._units[path]
         for unit in self._units.values():
             unit.next = {}
+
+    def let_go(self) -> None:
+        """Park no weights that have been given other storages meanwhile."""
+        self.home([path for path, unit in self._units.items() if not unit.is_current])
 
     def close(self) -> None:
         """All weights are on the device from now on. May be called again."""

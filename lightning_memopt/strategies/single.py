@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from lightning_memopt.config import with_option_texts
+from lightning_memopt.fabric.rank_zero import rank_zero_say
+from lightning_memopt.integrations.to_device import let_go, make_room
 from lightning_memopt.strategies.ddp import MemOptDDPStrategy
 from lightning_memopt.strategies.lightning_private import OneDeviceStrategy
 from lightning_memopt.strategies.options import MemOptOptions
@@ -22,3 +24,15 @@ class MemOptStrategy(MemOptOptions, OneDeviceStrategy):
 
     strategy_name = "memopt"
     parallel = MemOptDDPStrategy
+
+    def model_to_device(self) -> None:
+        model = self.model
+        if model is not None and self.lightning_module is not None and self.lightning_module.trainer.state.fn == "fit":
+            make_room(model, self.root_device, self.memopt_config, rank_zero_say)
+        super().model_to_device()
+
+    def teardown(self) -> None:
+        model = self.model
+        super().teardown()
+        if model is not None:
+            let_go(model)  # Lightning has moved it to the CPU
