@@ -67,9 +67,7 @@ def make_room(model: nn.Module, device: torch.device, config: MemOptConfig, say:
     try:
         to_device(model, device)
     except (UnsupportedError, OffloadError) as error:
-        say(
-            f"MemOpt: the weights ({format_nbytes(nbytes)}) have no room in {format_nbytes(limit)}, none are parked: {error}"
-        )
+        say(f"MemOpt: the weights ({format_nbytes(nbytes)}) have no room in {format_nbytes(limit)}, none are parked: {error}")
         return
     say(
         f"MemOpt: the weights ({format_nbytes(nbytes)}) have no room in {format_nbytes(limit)}: frozen ones stay in the host's "

@@ -18,7 +18,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -174,7 +174,7 @@ class ParkedGradients:
         self._parameters = list(nbytes)
         self._shelf = Shelf(room(list(nbytes.values())), directory, self._parameters[0].device)
         self.places = {id(p): _Place(self._shelf, n, native) for p, n in nbytes.items()}
-        self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in self._parameters]
+        self._hooks = {id(p): p.register_post_accumulate_grad_hook(self._accumulated) for p in self._parameters}
         _living.add(self)
 
     @uncompiled
@@ -227,29 +227,40 @@ class ParkedGradients:
             return True
         return any(group.get("fused") for group in self._optimizer.param_groups if any(p is q for q in group["params"]))
 
+    def keep(self, parameters: Collection[torch.Tensor]) -> None:
+        """From now on, only the gradients of these parameters are parked."""
+        self._parameters = [p for p in self._parameters if p in parameters]
+        kept = set(map(id, self._parameters))
+        self._stop_listening(self._hooks.keys() - kept)
+        self._bring_home(self.places.keys() - kept)
+        self.places = {key: place for key, place in self.places.items() if key in kept}
+
+    def _stop_listening(self, keys: Iterable[int]) -> None:
+        for key in tuple(keys):
+            self._hooks.pop(key).remove()
+
     def before_fork(self) -> None:
         if all(on_host(p.device) for p in self._parameters):
-            self._bring_home()
+            self._bring_home(self.places)
 
     def close(self) -> None:
         """G4. May be called again."""
-        while self._hooks:
-            self._hooks.pop().remove()
-        if self._bring_home():
+        self._stop_listening(self._hooks)
+        if self._bring_home(self.places):
             self._shelf.close()
         else:
             self._tell("the device has no room for all of them at the end of the run, so they stay in the tier")
 
-    def _bring_home(self) -> bool:
-        """Whether the device had room for all of them."""
+    def _bring_home(self, keys: Iterable[int]) -> bool:
+        """Whether the device had room for all of these gradients."""
         all_there = True
         with self._lock, below_autograd(), unwatched():
-            for place in self.places.values():
+            for key in keys:
                 try:
-                    place.bring_home()
+                    self.places[key].bring_home()
                 except torch.OutOfMemoryError:
                     all_there = False
-                    place.outlives(self._shelf)
+                    self.places[key].outlives(self._shelf)
         return all_there
 
     def _tell(self, what: str) -> None:

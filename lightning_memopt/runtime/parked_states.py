@@ -20,7 +20,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -224,13 +224,25 @@ class ParkedStates:
     def fetch(self) -> None:
         """Put all state on the device, into plain dicts, as it is without us."""
         self._give_back_groups()
+        self._fetch(self.parameters)
+
+    def _fetch(self, parameters: Iterable[torch.Tensor]) -> None:
         with self._update():
-            for p in self.parameters:
+            for p in parameters:
                 state = self.optimizer.state.get(p)
                 if type(state) is ParkedState:
                     self.optimizer.state[p] = state.plain()
-        for device in {p.device for p in self.parameters}:
+        for device in {p.device for p in parameters}:
             wait_on_host(device)
+
+    def keep(self, states: Collection[torch.Tensor], gradients: Collection[torch.Tensor]) -> None:
+        """From now on, only the state and the gradients of these parameters are parked."""
+        if self._gradients is not None:
+            self._gradients.keep(gradients)
+            self._gradients = self._gradients if self._gradients.places else None
+        goes, self.parameters = self.parameters, [p for p in self.parameters if p in states]
+        self._nbytes = {id(p): self._nbytes[id(p)] for p in self.parameters}
+        self._fetch([p for p in goes if p not in states])
 
     def close(self) -> bool:
         """Nothing is parked any more, as far as the device has room for it. May be called again. Returns whether all is there:

@@ -77,7 +77,14 @@ class StatesAtRest(Part):
         """These states are parked from now on, and no others."""
         if self._compiled:
             states = ()
-        if states != self._states:
+        now, wanted = _nbytes_of(self._states), _nbytes_of(states)
+        if wanted and wanted.items() <= now.items():  # a plan follows steps that parked everything: the rest stays away
+            self._states = states
+            if len(wanted) < len(now):
+                named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
+                for each in self._parked:
+                    each.keep(*(_of(states, what, named).keys() for what in get_args(Read)))
+        elif states != self._states:
             self.close()
             self._begin(states)
         for each in self._parked:
@@ -126,10 +133,7 @@ class StatesAtRest(Part):
         if not states:
             return
         named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
-        of_state, of_gradient = (
-            {named[state.parameter]: state.nbytes for state in states if state.what == what and state.parameter in named}
-            for what in get_args(Read)
-        )
+        of_state, of_gradient = (_of(states, what, named) for what in get_args(Read))
         tier, room = states[0].tier, sum(round_up(nbytes, _ALIGN_NBYTES) for nbytes in of_state.values())
 
         def new_tier(name: str) -> Tier:
@@ -287,3 +291,13 @@ class StatesAtRest(Part):
                 own.append(Chunk(tuple(names[id(p)] for p in chunk.params if id(p) in ours), beside, chunk.comes_ahead))
             chunks.append(own)
         return chunks
+
+
+def _nbytes_of(states: Sequence[StateParking]) -> dict[tuple[str, str, str], int]:
+    return {(state.tier, state.what, state.parameter): state.nbytes for state in states}
+
+
+def _of(states: Sequence[StateParking], what: Read, named: Mapping[str, torch.Tensor]) -> dict[torch.Tensor, int]:
+    """Parameter -> bytes of its state, or of its gradient, that are parked."""
+    own = (state for state in states if state.what == what and state.parameter in named)
+    return {named[state.parameter]: state.nbytes for state in own}

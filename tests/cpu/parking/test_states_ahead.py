@@ -80,6 +80,31 @@ def test_state_that_has_no_room_is_away_from_the_first_update_on() -> None:
         assert 0 <= status.predicted_peak_nbytes - status.measured_peak_nbytes <= 4096
 
 
+@pytest.mark.parametrize("more", [MIB // 4, 3 * MIB])
+def test_a_plan_goes_on_with_what_observed_steps_have_parked(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it, or a part: only the state that the plan does not park comes home."""
+    came: set[int] = set()
+    plain = ParkedState.plain
+
+    def coming(state: ParkedState) -> dict[Any, Any]:
+        came.update([id(state)] if state.away else [])
+        return plain(state)
+
+    least = trained_by("min")[0].plan.budget_nbytes
+    monkeypatch.setattr(ParkedState, "plain", coming)
+    there: list[int] = []
+
+    def adamw_seen(params: Any, lr: float) -> optim.Optimizer:
+        optimizer = optim.AdamW(params, lr=lr)
+        optimizer.register_step_pre_hook(lambda *_: there.append(len(came)))
+        return optimizer
+
+    status, bits = trained_by(least + more, make=adamw_seen)
+    parked = sum(state.what == "state" for state in status.plan.states)
+    assert there[-1] == 6 - parked and (parked == 6) == (more < MIB) and bits == trained_by(None)[1]
+    assert status.measured_peak_nbytes <= least + more
+
+
 def test_state_for_which_there_is_no_room_at_the_end_stays_in_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint has it in the host's memory, and it comes back as it is read."""
     trained = Trained()
