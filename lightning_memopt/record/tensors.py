@@ -36,6 +36,18 @@ def is_plain(t: torch.Tensor) -> bool:
     )
 
 
+def has_plain_bytes(t: torch.Tensor) -> bool:
+    """Whether all that `t` has is its storage: it is an ordinary tensor, or one of a class that changes methods alone, as
+    quantized weights of bitsandbytes are.
+    """
+    kind = type(t)
+    return is_plain(t) or (
+        issubclass(kind, torch.nn.Parameter)
+        and kind.__torch_dispatch__ is torch.nn.Parameter.__torch_dispatch__
+        and is_plain(t.data.as_subclass(torch.Tensor))
+    )
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in an op's result or argument: a tensor, or a list of tensors and None. No pytrees on the hot path."""
     if isinstance(value, torch.Tensor):

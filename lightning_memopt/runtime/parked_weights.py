@@ -34,9 +34,9 @@ from lightning_memopt.errors import OffloadError
 from lightning_memopt.native import counter_of
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import WeightParking
-from lightning_memopt.record import beneath_calls, fills, is_plain, uncompiled, unwatched
+from lightning_memopt.record import beneath_calls, fills, uncompiled, unwatched
 from lightning_memopt.record.below import below_autograd
-from lightning_memopt.record.tensors import bytes_of, in_shared_memory
+from lightning_memopt.record.tensors import bytes_of, has_plain_bytes, in_shared_memory
 from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, room, storage_on
 from lightning_memopt.runtime.tiers.streams import copy, freed_in_order, marked, queued_on
 from lightning_memopt.torch_private import (
@@ -441,7 +441,7 @@ def copies_overlap(device: torch.device) -> bool:
 
 def may_be_parked(weight: torch.Tensor) -> bool:
     return (
-        is_plain(weight)
+        has_plain_bytes(weight)
         and not weight.requires_grad
         and fills(weight)
         and weight.nbytes > 0

@@ -14,6 +14,7 @@ from lightning_memopt.device.places import is_on, on_host
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.graph.model import Kind
 from lightning_memopt.record import is_plain
+from lightning_memopt.record.tensors import has_plain_bytes
 from lightning_memopt.runtime.parked_states import is_any_parked, values_of
 from lightning_memopt.runtime.tiers.shelf import AWAY, is_away
 from lightning_memopt.session.forward.leaves import leaves_of
@@ -70,7 +71,7 @@ def away_nbytes(model: nn.Module) -> int:
     if not AWAY:
         return 0
     gradients = (gradient for p in model.parameters() if (gradient := gradient_of(p)) is not None)
-    return sum(t.nbytes for t in (*model.parameters(), *gradients) if is_plain(t) and is_away(t))
+    return sum(t.nbytes for t in (*model.parameters(), *gradients) if has_plain_bytes(t) and is_away(t))
 
 
 def away_state_nbytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
