@@ -207,25 +207,19 @@ class ParkedGradients:
         return {key: own.get(key, 0) + nbytes.get(key, 0) for key in own.keys() | nbytes.keys()}
 
     @contextlib.contextmanager
-    def there(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Within, the gradients of these parameters are on the device: the optimizer reads them. Where there is no room for
-        one, it is read where it is.
+    def there(self, parameters: Sequence[torch.Tensor], fused: bool = False) -> Iterator[None]:
+        """Within, the gradients of these parameters are on the device: the optimizer reads them, by fused kernels or not. Where
+        there is no room for one, it is read where it is.
         """
-        gradients = [
-            (p, self.places[id(p)], g) for p in parameters if id(p) in self.places and (g := gradient_of(p)) is not None
-        ]
+        gradients = [(self.places[id(p)], g) for p in parameters if id(p) in self.places and (g := gradient_of(p)) is not None]
         with self._lock, below_autograd(), unwatched(), contextlib.suppress(torch.OutOfMemoryError):
-            for _, place, gradient in gradients:
+            for place, gradient in gradients:
                 self.moved_nbytes += place.fetch(gradient)
         yield
+        may_write = fused or type(self._optimizer) not in _ONLY_READ
         with self._lock, below_autograd(), unwatched():
-            for p, place, gradient in gradients:
-                place.drop(gradient, changed=self._may_write(p))
-
-    def _may_write(self, p: torch.Tensor) -> bool:
-        if type(self._optimizer) not in _ONLY_READ:
-            return True
-        return any(group.get("fused") for group in self._optimizer.param_groups if any(p is q for q in group["params"]))
+            for place, gradient in gradients:
+                place.drop(gradient, may_write)
 
     def keep(self, parameters: Collection[torch.Tensor]) -> None:
         """From now on, only the gradients of these parameters are parked."""

@@ -294,7 +294,11 @@ class ParkedStates:
                 if following is not None and following.comes_ahead:
                     for p in filter(self.has, following.params):
                         self._begin(p)
-                with contextlib.nullcontext() if gradients is None else gradients.there(chunk.params):
+                with (
+                    contextlib.nullcontext()
+                    if gradients is None
+                    else gradients.there(chunk.params, bool(chunk.group.get("fused")))
+                ):
                     yield {**chunk.group, "params": chunk.params}
                 held = held_by(step)
                 for p in filter(self.has, chunk.params):
