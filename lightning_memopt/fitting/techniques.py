@@ -94,6 +94,9 @@ class _OfCard(Offloading):
     def rates(self) -> MachineRates:
         return self._of_card
 
+    def _left_nbytes(self) -> int:
+        return 1 << 62  # how much the host of the card has left is not known here
+
 
 class Techniques:
     """The plans for cards, of a step that was recorded.

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import mmap
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -35,12 +34,12 @@ from lightning_memopt.errors import OffloadError
 from lightning_memopt.native import counter_of
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import WeightParking
+from lightning_memopt.plan.tiers import PAGE_NBYTES
 from lightning_memopt.record import beneath_calls, fills, is_plain, uncompiled, unwatched
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of, in_shared_memory
-from lightning_memopt.runtime.tiers.base import buffer
-from lightning_memopt.runtime.tiers.scratch import Scratch
-from lightning_memopt.runtime.tiers.streams import HostPool, copy, freed_in_order, marked, queued_on
+from lightning_memopt.runtime.tiers.shelf import Shelf
+from lightning_memopt.runtime.tiers.streams import copy, freed_in_order, marked, queued_on
 from lightning_memopt.torch_private import (
     backward_task,
     is_copied_on_write,
@@ -50,60 +49,8 @@ from lightning_memopt.torch_private import (
 )
 from lightning_memopt.units import round_up
 
-ALIGN_NBYTES = mmap.ALLOCATIONGRANULARITY
-"""Each weight begins on a page: a kernel may take another path for memory that is not aligned to 64 bytes, as torch's is."""
-
-
 Direction = Literal["forward", "backward"]
 _DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
-
-
-class Shelf:
-    """Memory beside the device that the device can read: pages of a file for the CPU, page-locked memory for other devices.
-
-    Raises OffloadError where it cannot be had.
-    """
-
-    def __init__(self, nbytes: int, directory: str | None, device: torch.device) -> None:
-        self._file = Scratch(nbytes, directory) if on_host(device) else None
-        self._pool = None if on_host(device) else HostPool(nbytes, device)
-        self._pages = None if self._file is None else memoryview(self._file.pages(nbytes))
-        self._taken = 0
-        if self._pool is not None and not self._pool.locked:
-            self._pool.close()
-            raise OffloadError(
-                f"{nbytes} bytes of host memory cannot be page-locked, and {device} reads no other; raise `ulimit -l`"
-            )
-
-    def put(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy these bytes (flat uint8) to free memory here. Returns this memory twice, as storages of their own on the CPU.
-
-        Raises OffloadError.
-        """
-        offset, nbytes = self._taken, flat.numel()
-        self._taken += round_up(nbytes, ALIGN_NBYTES)
-        if self._file is not None:
-            assert self._pages is not None
-            try:
-                self._file.write(buffer(flat), offset)
-            except OSError as error:
-                raise OffloadError(
-                    f"{nbytes} bytes of frozen weights cannot be written to the disk tier: {error.strerror or error}; "
-                    "give it another directory: offload='disk:/that/one'"
-                ) from error
-            pages = self._pages[offset : offset + nbytes]
-        else:
-            assert self._pool is not None
-            self._pool.bytes[offset : offset + nbytes].copy_(flat)
-            pages = buffer(self._pool.bytes[offset : offset + nbytes])
-        return torch.frombuffer(pages, dtype=torch.uint8), torch.frombuffer(pages, dtype=torch.uint8)
-
-    def close(self) -> None:
-        """No weight has memory here any more."""
-        if self._file is not None:
-            self._file.close()
-        if self._pool is not None:
-            self._pool.close()
 
 
 class _Weight:
@@ -246,6 +193,10 @@ class _Unit:
         )
 
     @property
+    def tier_nbytes(self) -> int:
+        return sum(round_up(weight.nbytes, PAGE_NBYTES) for weight in self._weights)
+
+    @property
     def away_nbytes(self) -> int:
         return sum(weight.nbytes for weight in self._weights if weight.is_away)
 
@@ -315,17 +266,30 @@ class ParkedWeights:
         """The modules whose weights are parked."""
         return frozenset(self._units)
 
-    def put(self, path: str, module: nn.Module, weights: Sequence[torch.Tensor], directory: str | None = None) -> None:
+    def put(
+        self,
+        path: str,
+        module: nn.Module,
+        weights: Sequence[torch.Tensor],
+        directory: str | None = None,
+        limit_nbytes: int | None = None,
+    ) -> None:
         """Park the weights of a module, which are on one device, from now on. `directory`: for files; None: the system's.
+        `limit_nbytes`: the most bytes that this process may have in such tiers.
 
         Raises OffloadError.
         """
         native = loaded()
         if native is None:
             raise OffloadError("the native engine is not there; install a C++ compiler")
-        room = sum(round_up(w.nbytes, ALIGN_NBYTES) for w in weights)
-        unit = self._units[path] = _Unit(module, weights, Shelf(room, directory, weights[0].device), native)
+        room = sum(round_up(w.nbytes, PAGE_NBYTES) for w in weights)
+        unit = self._units[path] = _Unit(module, weights, Shelf(room, directory, weights[0].device, limit_nbytes), native)
         unit.listening.enter_context(beneath_calls({path: module}, partial(self._called, unit), shares=True))
+
+    @property
+    def tier_nbytes(self) -> int:
+        """Bytes that all of them take in the tier."""
+        return sum(unit.tier_nbytes for unit in self._units.values())
 
     def has(self, path: str, module: nn.Module, weights: Sequence[torch.Tensor]) -> bool:
         """Whether these weights of this module are parked, and no others: the loop may have replaced it, or some of them."""

@@ -6,7 +6,6 @@ Observed steps have all state on the device, if there is room for it.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -17,6 +16,7 @@ from lightning_memopt.device.places import is_on
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import StateParking
 from lightning_memopt.plan.states import Chunk, StateOf, parked, priced
+from lightning_memopt.plan.tiers import taken
 from lightning_memopt.record import parameters_of
 from lightning_memopt.runtime.early_updates import ALLOWED, EarlyUpdates, Reason, of_step
 from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
@@ -27,13 +27,18 @@ from lightning_memopt.session.measure.peak_meter import in_compiled_code
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.solve.rehearsal import rehearse
-from lightning_memopt.units import round_up
 
 Say = Callable[[str], None]
 _CHUNKED = (*ALLOWED, optim.Adamax, optim.RMSprop, optim.ASGD, optim.Rprop, optim.Adadelta)
 """Optimizers of torch that update each parameter by itself, and write to its own state alone."""
-_ALIGN_NBYTES = 4096
-"""Tiers give each tensor a multiple of this."""
+
+
+def _parking(name: str, tier: str, sizes: Sequence[int], seconds: float) -> StateParking:
+    """The parking of a parameter's state: tensors of these sizes. `seconds`: of their copies, out and back."""
+    tier_nbytes = sum(taken(tier, n) for n in sizes)
+    return StateParking(
+        parameter=name, tier=tier, nbytes=sum(sizes), copy_seconds=seconds, seconds=seconds, tier_nbytes=tier_nbytes
+    )
 
 
 class StatesAtRest(Part):
@@ -101,6 +106,11 @@ class StatesAtRest(Part):
             each.step_ended()
 
     @property
+    def tier_nbytes(self) -> int:
+        """Bytes of the tiers for parked state."""
+        return sum(tier.capacity_nbytes for tier in self._depot)
+
+    @property
     def moved_nbytes(self) -> int:
         """Bytes that updates have moved, out and back."""
         return self._moved_nbytes + sum(each.moved_nbytes for each in self._parked)
@@ -122,7 +132,7 @@ class StatesAtRest(Part):
         self._states = states
         if not nbytes:
             return
-        tier, room = states[0].tier, sum(round_up(n, _ALIGN_NBYTES) for n in nbytes.values())
+        tier, room = states[0].tier, sum(state.tier_nbytes for state in states)
 
         def new_tier(name: str) -> Tier:
             return self.offloading.depots.tier(name, room)
@@ -147,7 +157,7 @@ class StatesAtRest(Part):
             if timed:
                 rates = rates or self.offloading.rates  # measured only where they are needed
                 out, back = (sum(each(tier, n) for n in sizes) for each in (rates.out_seconds, rates.in_seconds))
-            parking = StateParking(parameter=name, tier=tier, nbytes=sum(sizes), copy_seconds=out + back, seconds=out + back)
+            parking = _parking(name, tier, sizes, out + back)
             state = StateOf(parking, tuple(map(rounded, sizes)) if is_there or not timed else (), back)
             other = found.get(name)  # of another optimizer
             found[name] = state if other is None else other.and_of(state)
@@ -155,11 +165,10 @@ class StatesAtRest(Part):
 
     def all_of(self, rounded: Callable[[int], int]) -> tuple[StateParking, ...]:
         """All state that can be parked, without seconds. `rounded`: bytes -> those that the device's allocator gives."""
-        nbytes: Counter[str] = Counter()
+        found: dict[str, list[int]] = {}
         for name, sizes, _ in self._each(rounded):
-            nbytes[name] += sum(sizes)
-        tier = self.offloading.tier
-        return tuple(StateParking(parameter=p, tier=tier, nbytes=n, copy_seconds=0.0, seconds=0.0) for p, n in nbytes.items())
+            found.setdefault(name, []).extend(sizes)
+        return tuple(_parking(name, self.offloading.tier, sizes, 0.0) for name, sizes in found.items())
 
     def _each(self, rounded: Callable[[int], int]) -> Iterator[tuple[str, list[int], bool]]:
         """The name of each parameter whose state can be parked, bytes of the tensors of it that one optimizer has or will make,

@@ -1,0 +1,215 @@
+"""Budgets of tiers: kept by plans and by what is really taken, shown, and enough where an error says so."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from lightning_memopt import optimize
+from lightning_memopt.errors import InfeasibleError
+from lightning_memopt.integrations.plain import Run
+from lightning_memopt.plan import Plan
+from lightning_memopt.runtime.tiers import room
+from lightning_memopt.session.judge.states import Running
+from tests.cpu.lib.engines import elements
+from tests.cpu.lib.said import listening
+from tests.cpu.lib.times import Known, given
+
+MIB = 1 << 20
+PARKING = dict(budget="min", offload="disk", max_slowdown=1e6)
+
+
+@pytest.fixture(autouse=True)
+def known_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, Known())
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The most bytes that the disk tiers of this process had at one time."""
+    most = [0]
+    init = room.Room.__init__
+
+    def watched(self: room.Room, name: str, nbytes: int, limit_nbytes: int | None = None) -> None:
+        init(self, name, nbytes, limit_nbytes)
+        most[0] = max(most[0], room.taken_nbytes("disk"))
+
+    monkeypatch.setattr(room.Room, "__init__", watched)
+    assert room.taken_nbytes("disk") == 0
+    yield most
+    assert room.taken_nbytes("disk") == 0
+
+
+def net(depth: int = 8, width: int = 256) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())))
+
+
+def sgd(parameters: Any) -> optim.Optimizer:
+    return optim.SGD(parameters, lr=0.1)
+
+
+def adam(parameters: Any) -> optim.Optimizer:
+    return optim.AdamW(parameters, lr=1e-3)
+
+
+class Trained:
+    """A run of a few steps: what it said, its status, the plans of its batches, bits of its weights and state. What a program
+    holds counts, so the model is let go of.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Any], optim.Optimizer] = sgd,
+        model: Callable[[], nn.Module] = net,
+        sizes: tuple[int, ...] = (512,) * 6,
+        **options: Any,
+    ) -> None:
+        gc.collect()
+        net = model()
+        optimizer = make(p for p in net.parameters() if p.requires_grad)
+        with listening() as said, optimize(net, optimizer, **options) if options else contextlib.nullcontext() as run:
+            for i, size in enumerate(sizes):
+                torch.manual_seed(i)
+                optimizer.zero_grad()
+                net(torch.randn(size, 256)).square().mean().backward()
+                optimizer.step()
+            if run is not None:
+                self.status = run.status()
+                self.plans = [state.plan for state in run.session._plan_cache.values() if isinstance(state, Running)]
+                self.deviated = any(s.drift.deviated for s in run.session._plan_cache.values() if isinstance(s, Running))
+        self.report = "" if run is None else run.report()
+        self.said = said.taken()
+        state = [t for of in optimizer.state.values() for t in of.values() if isinstance(t, Tensor)]
+        self.bits = elements([*(p.detach() for p in net.parameters()), *state])
+
+    @property
+    def plan(self) -> Plan:
+        assert self.status.plan is not None
+        return self.status.plan
+
+
+# -- saved tensors -----------------------------------------------------------------------------------
+
+
+def test_saved_tensors_keep_the_budget_of_the_tier(taken: list[int]) -> None:
+    """A smaller budget means that less is parked, and more is needed on the device; results are the same bits."""
+    plain = Trained().bits
+    full = Trained(recompute=False, **PARKING)
+    wanted = full.plan.in_tiers["disk"]
+    assert taken == [wanted] and dict(full.plan.tier_limits)["disk"] > wanted
+    needed = [full.plan.budget_nbytes]
+    for share in (0.75, 0.5, 0.25, 0.05):
+        limit, taken[0] = int(share * wanted), 0
+        trained = Trained(recompute=False, disk_budget=limit, **PARKING)
+        there = trained.plan.in_tiers.get("disk", 0)
+        assert taken == [there] and there <= limit < there + MIB // 2
+        assert dict(trained.plan.tier_limits) == {"disk": limit}
+        assert trained.status.measured_peak_nbytes == trained.plan.predicted.peak_nbytes
+        assert trained.bits == plain
+        needed.append(trained.plan.budget_nbytes)
+    assert needed == sorted(needed) and needed[-1] > needed[0] + 2 * MIB, "less in the tier, more on the device"
+
+
+def test_the_budget_is_shown_beside_what_is_taken() -> None:
+    trained = Trained(recompute=False, disk_budget="2MiB", **PARKING)
+    (line,) = (line for line in trained.said.splitlines() if "plan in force" in line)
+    assert line.endswith("; 2.00 MiB of 2.00 MiB in the disk tier")
+    assert "2.00 MiB of 2.00 MiB in the disk tier" in trained.report
+
+
+def refused(**options: Any) -> tuple[str, dict[str, int], int]:
+    """What the error says: its text, and the budgets that are enough."""
+    try:
+        Trained(**options)
+    except InfeasibleError as error:
+        assert error.smallest_nbytes is not None
+        return str(error), error.tiers, error.smallest_nbytes  # not the error, whose frames hold the model
+    raise AssertionError("no error")
+
+
+def test_rebuilding_takes_the_place_of_what_the_tier_has_no_room_for(taken: list[int]) -> None:
+    """The same budget of the device: the less of the tier, the more time, and the bound follows."""
+    plain, seconds, bounds = Trained().bits, [], []
+    for limit in (16 * MIB, MIB, MIB // 4, 1 << 14):
+        taken[0] = 0
+        trained = Trained(budget=7 * MIB, disk_budget=limit, offload="disk", on_exceed="raise")
+        assert taken[0] <= limit and trained.bits == plain
+        assert trained.status.measured_peak_nbytes <= trained.plan.predicted.peak_nbytes <= 7 * MIB
+        seconds.append(trained.plan.predicted.seconds)
+        bounds.append(trained.plan.lower_bound_seconds)
+        assert bounds[-1] <= seconds[-1]
+    assert seconds == sorted(seconds) and seconds[-1] > seconds[0] and bounds[-1] > bounds[0]
+
+
+def test_the_budgets_that_an_error_names_are_enough(taken: list[int]) -> None:
+    """That of the device with this one of the tier, and that of the tier with this one of the device."""
+    free = Trained(recompute=False, **PARKING)
+    asked = dict(offload="disk", recompute=False, on_exceed="raise", profile_steps=1)
+    budget = free.plan.budget_nbytes + MIB
+    text, tiers, smallest = refused(budget=budget, disk_budget="64KiB", **asked)
+    assert set(tiers) == {"disk"} and f"disk_budget={tiers['disk']} or more" in text and smallest > budget
+    for found in (
+        Trained(budget=budget, disk_budget=tiers["disk"], **asked),
+        Trained(budget=smallest, disk_budget="64KiB", **asked),
+    ):
+        limit = dict(found.plan.tier_limits)["disk"]
+        assert found.plan.in_tiers.get("disk", 0) <= limit
+        assert found.status.measured_peak_nbytes <= found.plan.predicted.peak_nbytes <= found.plan.budget_nbytes
+    refused(budget=budget, disk_budget=tiers["disk"] - 1, **asked)
+
+
+def test_no_budget_of_a_tier_helps_where_none_is_short() -> None:
+    text, tiers, _ = refused(budget=3 * MIB, offload="disk", disk_budget="1GiB", on_exceed="raise")
+    assert not tiers and "disk_budget" not in text
+
+
+def test_batches_of_several_sizes_take_turns_in_the_tier(taken: list[int]) -> None:
+    """Each has a plan of its own, and there is room for the tensors of one at a time."""
+    sizes = (256, 256, 256, 512, 512, 512, *(256, 512) * 4)
+    plain = Trained(sizes=sizes).bits
+    options = dict(recompute=False, profile_steps=1, **PARKING)
+    free = Trained(sizes=sizes, **options)
+    each = [plan.in_tiers["disk"] for plan in free.plans]
+    assert len(each) == 2 and taken == [sum(each)]
+    taken[0], limit = 0, max(each)
+    trained = Trained(sizes=sizes, disk_budget=limit, **options)
+    assert taken[0] <= limit and trained.bits == plain and not trained.deviated
+    assert [plan.in_tiers["disk"] for plan in trained.plans] == each
+
+
+def test_a_forward_too_many_stays_on_the_device(taken: list[int]) -> None:
+    """A second forward begins before the backward of the first one, and the tier has room for one: a warning says it."""
+
+    def steps(options: dict[str, Any] | None) -> tuple[list[bytes], Run | None]:
+        model = net()
+        optimizer = sgd(model.parameters())
+
+        def step(i: int, twice: bool) -> None:
+            torch.manual_seed(i)
+            optimizer.zero_grad()
+            forwards = [model(torch.randn(512, 256)).square().mean() for _ in range(1 + twice)]
+            for loss in forwards:
+                loss.backward()
+            optimizer.step()
+
+        if options is None:
+            for i in range(6):
+                step(i, i > 3)
+            return elements(p.detach() for p in model.parameters()), None
+        with optimize(model, optimizer, **options) as run:
+            for i in range(6):
+                step(i, i > 3)
+        return elements(p.detach() for p in model.parameters()), run
+
+    wanted = Trained(recompute=False, **PARKING).plan.in_tiers["disk"]
+    taken[0] = 0
+    with pytest.warns(UserWarning, match="the tier has no room for .* that the plan parks"):
+        bits, _ = steps(dict(recompute=False, disk_budget=wanted, **PARKING))
+    assert taken == [wanted] and bits == steps(None)[0]
