@@ -287,7 +287,7 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Run the backwards after the last call, or let go of the graphs: a plan then serves all calls.",
     ),
     ("session/judge/drift.py", "MemOpt: the tier has no room"): (
-        "The plan was made for one forward at a time, and the budget of the tier leaves no room for the tensors of another one.",
+        "The plan was made for one forward at a time, and the budget of the tier leaves no room for another one.",
         "Set a larger `host_budget` or `disk_budget`, or end each forward by its backward before the next one begins.",
     ),
     ("session/judge/drift.py", "MemOpt: the forward left the plan"): (

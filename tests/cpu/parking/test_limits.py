@@ -14,7 +14,9 @@ from torch import Tensor, nn, optim
 from lightning_memopt import optimize
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.integrations.plain import Run
+from lightning_memopt.integrations.to_device import to_device
 from lightning_memopt.plan import Plan
+from lightning_memopt.record import beneath_calls
 from lightning_memopt.runtime.tiers import room
 from lightning_memopt.session.judge.states import Running
 from tests.cpu.lib.engines import elements
@@ -46,6 +48,13 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     assert room.taken_nbytes("disk") == 0
 
 
+def let_go() -> None:
+    """Of models of earlier runs, also of those that `to_device` has parked."""
+    gc.collect()
+    with beneath_calls({}, print):
+        gc.collect()
+
+
 def net(depth: int = 8, width: int = 256) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())))
@@ -71,7 +80,7 @@ class Trained:
         sizes: tuple[int, ...] = (512,) * 6,
         **options: Any,
     ) -> None:
-        gc.collect()
+        let_go()
         net = model()
         optimizer = make(p for p in net.parameters() if p.requires_grad)
         with listening() as said, optimize(net, optimizer, **options) if options else contextlib.nullcontext() as run:
@@ -81,7 +90,7 @@ class Trained:
                 net(torch.randn(size, 256)).square().mean().backward()
                 optimizer.step()
             if run is not None:
-                self.status = run.status()
+                self.status, self.taken_nbytes = run.status(), room.taken_nbytes("disk")
                 self.plans = [state.plan for state in run.session._plan_cache.values() if isinstance(state, Running)]
                 self.deviated = any(s.drift.deviated for s in run.session._plan_cache.values() if isinstance(s, Running))
         self.report = "" if run is None else run.report()
@@ -213,3 +222,88 @@ def test_a_forward_too_many_stays_on_the_device(taken: list[int]) -> None:
     with pytest.warns(UserWarning, match="the tier has no room for .* that the plan parks"):
         bits, _ = steps(dict(recompute=False, disk_budget=wanted, **PARKING))
     assert taken == [wanted] and bits == steps(None)[0]
+
+
+# -- what rests --------------------------------------------------------------------------------------
+
+
+def lora() -> nn.Module:
+    """Frozen layers with a trained one at the end."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(6)]
+    model = nn.Sequential(nn.Linear(256, 256), *blocks, nn.Linear(256, 256))
+    for block in blocks:
+        block.requires_grad_(False)
+    return model
+
+
+RESTING: dict[str, tuple[Callable[[Any], optim.Optimizer], Callable[[], nn.Module]]] = {
+    "state": (adam, net),
+    "frozen weights": (sgd, lora),
+    "both": (adam, lora),
+}
+
+
+@pytest.mark.parametrize("kind", RESTING)
+def test_what_rests_and_what_is_saved_keep_one_budget(kind: str, taken: list[int]) -> None:
+    make, model = RESTING[kind]
+    plain = Trained(make, model).bits
+    free = Trained(make, model, **PARKING)
+    wanted = free.plan.in_tiers["disk"]
+    rests = sum(each.tier_nbytes for each in (*free.plan.states, *free.plan.weights))
+    assert rests > MIB and taken[0] >= rests
+    budgets = [free.plan.budget_nbytes]
+    for share in (0.8, 0.4, 0.1):
+        limit, taken[0] = int(share * wanted), 0
+        trained = Trained(make, model, disk_budget=limit, **PARKING)
+        assert trained.plan.in_tiers.get("disk", 0) <= limit and taken[0] <= limit
+        assert dict(trained.plan.tier_limits) == {"disk": limit}
+        assert trained.bits == plain and not trained.deviated
+        assert trained.status.measured_peak_nbytes <= trained.plan.predicted.peak_nbytes
+        budgets.append(trained.plan.budget_nbytes)
+    assert budgets == sorted(budgets) and budgets[-1] > budgets[0]
+
+
+@pytest.mark.parametrize("kind", RESTING)
+def test_the_budgets_that_an_error_names_are_enough_for_what_rests(kind: str, taken: list[int]) -> None:
+    make, model = RESTING[kind]
+    asked: dict[str, Any] = dict(make=make, model=model, offload="disk", on_exceed="raise", profile_steps=1)
+    free = Trained(make, model, **PARKING)
+    budget = free.plan.budget_nbytes + MIB // 4
+    text, tiers, smallest = refused(budget=budget, disk_budget="256KiB", **asked)
+    assert set(tiers) == {"disk"} and f"disk_budget={tiers['disk']} or more" in text and smallest > budget
+    for options in (dict(budget=budget, disk_budget=tiers["disk"]), dict(budget=smallest, disk_budget="256KiB")):
+        taken[0] = 0
+        found = Trained(**asked, **options)
+        limit = dict(found.plan.tier_limits)["disk"]
+        assert found.plan.in_tiers.get("disk", 0) <= limit and taken[0] <= limit
+        assert found.status.measured_peak_nbytes <= found.plan.budget_nbytes == options["budget"]
+
+
+def test_weights_that_were_never_on_the_device_count(taken: list[int]) -> None:
+    """`to_device` has parked them before the run. What the budget does not hold comes home."""
+    plain = Trained(model=lora).bits
+    placed_nbytes = 6 * (256 * 256 * 4 + 4096)
+    for limit in (2 * placed_nbytes, placed_nbytes // 2):
+        trained = Trained(model=lambda: to_device(lora(), "cpu"), disk_budget=limit, recompute=False, **PARKING)
+        assert taken[0] >= placed_nbytes and trained.bits == plain
+        assert 0 < trained.taken_nbytes == trained.plan.in_tiers["disk"] <= limit
+        assert (sum(unit.tier_nbytes for unit in trained.plan.weights) == placed_nbytes) is (limit > placed_nbytes)
+        let_go()
+
+
+def test_runs_in_one_process_share_the_budget(taken: list[int]) -> None:
+    """The budget is of the process: a second run gets what the first one leaves."""
+    first = net()
+    options = dict(PARKING, recompute=False, profile_steps=1)
+    wanted = Trained(recompute=False, **PARKING).plan.in_tiers["disk"]
+    limit, taken[0] = wanted * 3 // 2, 0
+    optimizer = sgd(first.parameters())
+    with optimize(first, optimizer, **options) as run:
+        for _ in range(4):
+            optimizer.zero_grad()
+            first(torch.randn(512, 256)).square().mean().backward()
+            optimizer.step()
+        assert run.plan is not None and run.plan.in_tiers["disk"] == wanted == room.taken_nbytes("disk")
+        second = Trained(disk_budget=limit, **options)
+    assert second.plan.in_tiers["disk"] <= limit - wanted < wanted and taken[0] <= limit and not second.deviated
