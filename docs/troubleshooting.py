@@ -240,6 +240,10 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "The first step is of another batch or length than `memopt fit` recorded, or more is in memory than it counted.",
         "Nothing: the budget is kept. To spare the search, ask `memopt fit` about this batch, on a slightly smaller card.",
     ),
+    ("session/parking/offloading.py", "MemOpt: nothing is offloaded"): (
+        "The device has no memory of its own: what is copied to the host's stays where it is.",
+        'Nothing. To park on a disk, set `offload="disk"`.',
+    ),
     ("session/solve/solving.py", "MemOpt:   …"): ("What the solver is doing, at `logging.DEBUG`.", NOTHING),
     ("session/solve/solving.py", "MemOpt: no plan is smaller"): (
         "No tensor that a plan could drop is in memory at the peak.",

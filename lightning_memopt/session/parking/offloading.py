@@ -12,7 +12,8 @@ from functools import cached_property
 import torch
 
 from lightning_memopt.config import MemOptConfig
-from lightning_memopt.device.places import on_host
+from lightning_memopt.device.backends import backend_of
+from lightning_memopt.device.places import is_here, on_host
 from lightning_memopt.errors import BudgetError, ConfigError
 from lightning_memopt.graph import BEFORE, Graph, unmodified_levels
 from lightning_memopt.plan import Plan
@@ -67,16 +68,25 @@ class Offloading(Part):
     def _on(self, device: torch.device) -> None:
         config, self.device = self.config, device
         name, directory = config.offload_to
-        self.tier = {"none": "", "auto": "" if on_host(device) else "host"}.get(name, name)
-        if self.tier == "host" and on_host(device):
-            raise ConfigError("offload='host' parks in the memory that the budget counts; on the CPU, use 'disk'.")
+        shared = self.shares_memory if name in ("auto", "host") else False
+        self.tier = {"none": "", "auto": "" if shared else "host"}.get(name, name)
+        if self.tier == "host" and shared:
+            where = "on the CPU" if on_host(device) else f"on {device}, which computes in it"
+            raise ConfigError(f"offload='host' parks in the memory that the budget counts; {where}, use 'disk'.")
         self.codec = {"lossy": LOSSY, "none": "", "lossless": ""}.get(config.compress, config.compress)
         self.depots = Depots(device, directory)
 
-    def check(self) -> None:
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the device computes in the host's memory."""
+        return on_host(self.device) or (is_here(self.device) and backend_of(self.device).shares_memory)
+
+    def check(self, say: Callable[[str], None]) -> None:
         """Before anything runs: raise OffloadError where the directory of the disk tier cannot be used, and BudgetError for a
-        budget of the tier that it does not have.
+        budget of the tier that it does not have. `say`: tells the user why offload="auto" parks nothing.
         """
+        if self.config.offload == "auto" and not self.tier and not on_host(self.device):
+            say(f"MemOpt: nothing is offloaded: {self.device} computes in the host's memory. For a disk, set offload='disk'")
         if self.tier == "disk":
             Scratch(0, self.depots.directory).close()
         self.look_for_room()

@@ -19,13 +19,14 @@ from lightning_memopt import optimize
 from lightning_memopt.bench.subject import Training
 from lightning_memopt.cli import main
 from lightning_memopt.errors import ConfigError, InfeasibleError
+from lightning_memopt.fitting.allowed import config_of
 from lightning_memopt.fitting.answer import Fit, answered
 from lightning_memopt.fitting.cards import Card, cards_of, of_the_host
 from lightning_memopt.fitting.found import EARLY, OFFLOAD, RECOMPUTE
 from lightning_memopt.fitting.options import Options
 from lightning_memopt.fitting.recording import marked, record
 from lightning_memopt.fitting.sources import of_training, source_of
-from lightning_memopt.fitting.techniques import check, config_of
+from lightning_memopt.fitting.techniques import check
 from lightning_memopt.graph import unmodified_levels
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.plan import updated

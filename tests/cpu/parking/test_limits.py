@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +14,19 @@ import torch
 from torch import Tensor, nn, optim
 
 from lightning_memopt import optimize
-from lightning_memopt.errors import InfeasibleError
+from lightning_memopt.config import MemOptConfig
+from lightning_memopt.device.cuda import Cuda
+from lightning_memopt.errors import BudgetError, ConfigError, InfeasibleError, PlanFileError, TierFullError
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.integrations.to_device import to_device
-from lightning_memopt.plan import Plan
+from lightning_memopt.plan import Life, Plan, Prediction, plan_from_json, read_plan
 from lightning_memopt.record import beneath_calls
-from lightning_memopt.runtime.tiers import room
+from lightning_memopt.report.explain import explain
+from lightning_memopt.runtime.tiers import HostTier, room
 from lightning_memopt.session.judge.states import Running
+from lightning_memopt.session.parking import offloading
+from lightning_memopt.session.parking.depots import Depots
+from lightning_memopt.session.parking.offloading import Offloading
 from tests.cpu.lib.engines import elements
 from tests.cpu.lib.said import listening
 from tests.cpu.lib.times import Known, given
@@ -307,3 +315,132 @@ def test_runs_in_one_process_share_the_budget(taken: list[int]) -> None:
         assert run.plan is not None and run.plan.in_tiers["disk"] == wanted == room.taken_nbytes("disk")
         second = Trained(disk_budget=limit, **options)
     assert second.plan.in_tiers["disk"] <= limit - wanted < wanted and taken[0] <= limit and not second.deviated
+
+
+# -- what is given, and what the machine has ---------------------------------------------------------
+
+
+def test_without_a_budget_the_machine_is_asked_when_a_plan_is_made(monkeypatch: pytest.MonkeyPatch, taken: list[int]) -> None:
+    """Nine tenths of what is left; a budget above that is lowered to what is left."""
+    wanted = Trained(recompute=False, **PARKING).plan.in_tiers["disk"]
+    monkeypatch.setattr(offloading, "left_nbytes", lambda name, directory: wanted)
+    for budget, limit in ((None, wanted * 9 // 10), (4 * wanted, wanted), (wanted // 2, wanted // 2)):
+        taken[0] = 0
+        trained = Trained(recompute=False, disk_budget=budget, **PARKING)
+        assert dict(trained.plan.tier_limits) == {"disk": limit} and taken[0] <= limit
+
+
+def test_a_share_is_one_of_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def total(name: str, directory: str | None) -> int:
+        asked.append((name, directory))
+        return 4 * MIB
+
+    monkeypatch.setattr(offloading, "total_nbytes", total)
+    trained = Trained(recompute=False, disk_budget="50%", **PARKING | {"offload": f"disk:{tmp_path}"})
+    assert dict(trained.plan.tier_limits) == {"disk": 2 * MIB} and set(asked) == {("disk", str(tmp_path))}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"disk_budget": "much", "offload": "disk"}, BudgetError, "disk_budget 'much' is not a size"),
+        ({"disk_budget": 0, "offload": "disk"}, BudgetError, "disk_budget 0 is not positive"),
+        ({"disk_budget": 2.5, "offload": "disk"}, BudgetError, "a share above 1 of the disk"),
+        ({"disk_budget": True, "offload": "disk"}, BudgetError, "disk_budget True is a bool"),
+        ({"disk_budget": "min", "offload": "disk"}, BudgetError, "disk_budget 'min' has no bytes"),
+        ({"disk_budget": 1 << 61, "offload": "disk"}, BudgetError, "above the disk's"),
+        ({"disk_budget": 4096, "offload": "disk"}, BudgetError, "to measure copies alone takes"),
+        ({"disk_budget": "1GiB"}, ConfigError, "limits what is parked in the disk tier, and offload is 'none'"),
+        ({"host_budget": "1GiB", "offload": "disk"}, ConfigError, "Set offload='host', or leave host_budget out"),
+        ({"disk_budget": "1GiB", "offload": "auto"}, ConfigError, "Set offload='disk', or leave disk_budget out"),
+    ],
+)
+def test_what_is_refused_before_anything_runs(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    model = net()
+    with pytest.raises(error, match=words), optimize(model, sgd(model.parameters()), budget="min", **options):
+        pass
+
+
+def test_a_device_that_computes_in_the_hosts_memory_offloads_nothing_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, said = torch.device("cuda", 0), list[str]()
+    monkeypatch.setattr(offloading, "is_here", lambda device: True)
+    for shares, tier in ((False, "host"), (True, "")):
+        monkeypatch.setattr(Cuda, "shares_memory", shares)
+        found = Offloading(cuda, MemOptConfig(offload="auto"))
+        assert found.tier == tier
+        found.check(said.append)
+    assert len(said) == 1 and "cuda:0 computes in the host's memory" in said[0]
+    with pytest.raises(ConfigError, match="on cuda:0, which computes in it, use 'disk'"):
+        Offloading(cuda, MemOptConfig(offload="host"))
+    assert Offloading(cuda, MemOptConfig(offload="disk")).tier == "disk"
+
+
+def test_the_host_tier_keeps_its_limit() -> None:
+    """With all that this process has there, until it is given back."""
+    cpu = torch.device("cpu")
+    first = HostTier(3 * MIB, cpu, limit_nbytes=4 * MIB)
+    assert room.taken_nbytes("host") == 3 * MIB
+    with pytest.raises(TierFullError, match="3.00 MiB of at most 4.00 MiB.*set a larger host_budget"):
+        HostTier(2 * MIB, cpu, limit_nbytes=4 * MIB)
+    second = HostTier(MIB, cpu, limit_nbytes=4 * MIB)
+    first.close()
+    first.close()
+    assert room.taken_nbytes("host") == MIB
+    del second
+    gc.collect()
+    assert room.taken_nbytes("host") == 0
+
+
+def test_depots_of_the_host_take_turns() -> None:
+    """What is idle is taken over, or closed for a larger one; what has tensors stays."""
+    depots = Depots(torch.device("cpu"), None)
+    depots.limit_nbytes = 4 * MIB
+    plans = [fake_plan(nbytes) for nbytes in (3 * MIB, 2 * MIB, 4 * MIB)]
+    large = depots.of(plans[0])
+    assert large is not None and large.capacity_nbytes("host") == 3 * MIB
+    small = depots.of(plans[1])
+    assert small is not None and small.capacity_nbytes("host") == 3 * MIB and not large.tiers, "taken over"
+    stored = small.store("host", torch.zeros(MIB, dtype=torch.uint8), "a tensor")
+    again = depots.of(plans[0])
+    assert again is large and room.taken_nbytes("host") == 4 * MIB and large.capacity_nbytes("host") == MIB, "what is left"
+    stored.release()
+    whole = depots.of(plans[2])
+    assert whole is not None and whole.capacity_nbytes("host") == 4 * MIB == room.taken_nbytes("host"), "the others closed"
+    depots.close()
+    assert room.taken_nbytes("host") == 0
+
+
+def fake_plan(nbytes: int) -> Plan:
+    """A plan that parks one tensor of so many bytes."""
+    life = Life(tensor=0, born_at=1, freed_at=2, how="fetch", form="host", parked_nbytes=nbytes)
+    predicted = Prediction(peak_nbytes=0, extra_seconds=0.0, extra_flops=0, rebuilt_nbytes=0, rebuilt_ops=0)
+    return Plan(fingerprint="", lives=(life,), solver="", budget_nbytes=0, predicted=predicted, unmodified_peak_nbytes=0)
+
+
+def test_a_saved_plan_says_what_it_takes_and_a_smaller_budget_refuses_it(tmp_path: Path) -> None:
+    model = net()
+    optimizer = sgd(model.parameters())
+    path = tmp_path / "plan.json"
+    with optimize(model, optimizer, recompute=False, disk_budget="2MiB", **PARKING) as run:
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(512, 256)).square().mean().backward()
+            optimizer.step()
+        run.save_plan(path)
+    fields = json.loads(path.read_text())["plan"]
+    assert fields["tiers"] == [{"tier": "disk", "nbytes": 2 * MIB, "limit_nbytes": 2 * MIB}]
+    plan, graph = read_plan(path)
+    assert plan.in_tiers == dict(plan.tier_limits) == {"disk": 2 * MIB}
+    assert "2.00 MiB of 2.00 MiB in the disk tier" in explain(plan, graph)
+    fields["tiers"][0]["limit_nbytes"] -= 1
+    with pytest.raises(PlanFileError, match="2097152 bytes are parked in the disk tier, and 2097151 is the limit"):
+        plan_from_json(json.loads(path.read_text()) | {"plan": fields})
+    with_it: dict[str, Any] = dict(plan=path, offload="disk", budget="auto")
+    with pytest.raises(InfeasibleError, match="takes 2097152 bytes in the disk tier, above disk_budget='1MiB'"):
+        optimize(model, optimizer, disk_budget="1MiB", **with_it).__enter__()
+    with optimize(model, optimizer, disk_budget="2MiB", **with_it):
+        optimizer.zero_grad()
+        model(torch.randn(512, 256)).square().mean().backward()
+        assert room.taken_nbytes("disk") == 2 * MIB
