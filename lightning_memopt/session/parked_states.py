@@ -137,7 +137,7 @@ class StatesAtRest(Part):
         def new_tier(name: str) -> Tier:
             return self.offloading.depots.tier(name, room)
 
-        self._depot = Depot({tier: new_tier(tier)}, more=new_tier)
+        self._depot = Depot(more=new_tier)  # what it refuses stays on the device
         for optimizer in self.optimizers:
             of_it = {p: nbytes[id(p)] for p in parameters_of(optimizer) if id(p) in nbytes}
             if of_it:

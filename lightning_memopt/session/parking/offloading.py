@@ -19,6 +19,7 @@ from lightning_memopt.graph import BEFORE, Graph, unmodified_levels
 from lightning_memopt.plan import Plan
 from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.plan.tiers import Limits
+from lightning_memopt.ranks import size_here
 from lightning_memopt.runtime.codecs import NAMES, codec
 from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
 from lightning_memopt.runtime.tiers.room import left_nbytes, taken_nbytes, total_nbytes
@@ -94,12 +95,13 @@ class Offloading(Part):
     # -- how much the tier holds -------------------------------------------------------------------
 
     def look_for_room(self, own_nbytes: int = 0) -> None:
-        """See how many bytes the tier may take in this process from now on: its budget, or what the machine has left.
-        `own_nbytes`: what this session has there beside its depots.
+        """See how many bytes the tier may take in this process from now on: its budget, or its share of what the machine has
+        left. `own_nbytes`: what this session has there beside its depots.
         """
         if self.tier:
-            left, budget = self._left_nbytes(), self._budget_nbytes()
-            self.depots.limit_nbytes = int(AUTO_FRACTION * left) if budget is None else min(budget, left)
+            left, budget, taken = self._left_nbytes(), self._budget_nbytes(), taken_nbytes(self.tier)
+            share = int(AUTO_FRACTION * (taken + (left - taken) // size_here()))
+            self.depots.limit_nbytes = share if budget is None else min(budget, left)
             self._elsewhere_nbytes = max(0, taken_nbytes(self.tier) - own_nbytes - self.depots.nbytes)
 
     def _left_nbytes(self) -> int:
