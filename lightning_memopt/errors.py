@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 
 
 class MemOptError(Exception):
@@ -41,7 +40,7 @@ class InfeasibleError(MemOptError):
         smallest_nbytes: int | None = None,
         budget_nbytes: int | None = None,
         ranks: tuple[int, ...] = (),
-        tiers: Mapping[str, int] = MappingProxyType({}),
+        tiers: Mapping[str, int] | None = None,
     ) -> None:
         """`ranks`: if all ranks raise this error together, the numbers of the ranks whose budget is too small. `tiers`: where a
         tier is too small, its smallest budget that is known to be enough for this budget of the device.
@@ -50,7 +49,7 @@ class InfeasibleError(MemOptError):
         self.smallest_nbytes = smallest_nbytes
         self.budget_nbytes = budget_nbytes
         self.ranks = ranks
-        self.tiers = dict(tiers)
+        self.tiers = dict(tiers or {})
 
 
 class PlanFileError(MemOptError, ValueError):

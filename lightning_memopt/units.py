@@ -25,8 +25,6 @@ Budget = int
 AUTO_FRACTION = Fraction(9, 10)
 """The share of the device's memory that `"auto"` means."""
 
-_ACCEPTED = "write '8GiB' (2^30-based), '8GB' (10^9-based), '80%' or 0.8 (of {of}), a whole number of bytes, or 'auto'"
-
 _UNIT_NBYTES = {"b": 1}
 _UNIT_NBYTES |= {f"{letter}ib": 1 << (10 * power) for power, letter in enumerate("kmgt", start=1)}
 _UNIT_NBYTES |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
@@ -123,7 +121,10 @@ class _Asked:
     nbytes: int
 
     def refused(self, why: str) -> BudgetError:
-        return BudgetError(f"{self.given} {why}; {_ACCEPTED.format(of=self.of)}")
+        return BudgetError(
+            f"{self.given} {why}; write '8GiB' (2^30-based), '8GB' (10^9-based), '80%' or 0.8 (of {self.of}), a whole number "
+            "of bytes, or 'auto'"
+        )
 
 
 def _shown(budget: object) -> str:

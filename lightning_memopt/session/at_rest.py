@@ -158,13 +158,13 @@ class _Try:
         """The same, which is not within the budget, and says that one would be with these budgets of tiers."""
         if not tiers or tiers == self.tiers:
             return self
-        text = f" A plan would be within it with {' and '.join(map(tier_budget, tiers.items()))}."
+        words = " and ".join(map(tier_budget, tiers.items()))
         if self.solved is not None:
-            return replace(self, solved=self.solved._replace(above=f"{self.solved.above}{text}", tiers=tiers))
+            return replace(self, solved=self.solved._replace(above=f"{self.solved.above} Or set {words}.", tiers=tiers))
         old = self.refusal
         assert old is not None
         smallest, budget = old.smallest_nbytes, old.budget_nbytes
-        refusal = InfeasibleError(f"{old}{text}", smallest_nbytes=smallest, budget_nbytes=budget, tiers=tiers)
+        refusal = InfeasibleError(f"{old} Or set {words}.", smallest_nbytes=smallest, budget_nbytes=budget, tiers=tiers)
         return replace(self, refusal=refusal)
 
     def bounded(self, seconds: float) -> _Try:
