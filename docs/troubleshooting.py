@@ -254,6 +254,10 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "The first step is of another batch or length than `memopt fit` recorded, or more is in memory than it counted.",
         "Nothing: the budget is kept. To spare the search, ask `memopt fit` about this batch, on a slightly smaller card.",
     ),
+    ("session/parking/offloading.py", "MemOpt: nothing is offloaded"): (
+        "The device has no memory of its own: what is copied to the host's stays where it is.",
+        'Nothing. To park on a disk, set `offload="disk"`.',
+    ),
     ("session/solve/solving.py", "MemOpt:   …"): ("What the solver is doing, at `logging.DEBUG`.", NOTHING),
     ("session/solve/solving.py", "MemOpt: no plan is smaller"): (
         "No tensor that a plan could drop is in memory at the peak.",
@@ -299,6 +303,10 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
     ("session/observe/observed_step.py", "MemOpt: backwards run between"): (
         "The loop calls the model again while earlier graphs are held, and runs backwards between (of another model, say).",
         "Run the backwards after the last call, or let go of the graphs: a plan then serves all calls.",
+    ),
+    ("session/judge/drift.py", "MemOpt: the tier has no room"): (
+        "The plan was made for one forward at a time, and the budget of the tier leaves no room for another one.",
+        "Set a larger `host_budget` or `disk_budget`, or end each forward by its backward before the next one begins.",
     ),
     ("session/judge/drift.py", "MemOpt: the forward left the plan"): (
         "This forward runs other ops than the observed ones (a branch, another shape).",

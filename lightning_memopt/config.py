@@ -41,6 +41,11 @@ class MemOptConfig:
             updates, and frozen weights while other modules run: `"none"`; `"disk"` (an unnamed temporary file, for any device,
             in the system's temporary directory or the given one: `"disk:/fast/nvme"`); `"host"` (page-locked memory, for CUDA
             devices); `"auto"` (`"host"` for CUDA devices, else `"none"`).
+        host_budget: the most bytes of the host's memory that this process may take for what it parks there: saved tensors,
+            gradients, optimizer state and frozen weights together. Written as `budget`; shares are of the host's memory. Plans
+            that would take more are not made. None: nine tenths of what the machine, or its container, has left when a plan is
+            made.
+        disk_budget: the same for files, with `offload="disk"`. Shares are of the disk.
         compress: `"none"`; `"lossless"`: boolean and ReLU masks are stored as one bit per value, and gradients are unchanged;
             `"lossy"` also stores the inputs of convolutions and linear layers at 8 bits per value, which changes gradients; a
             codec's name (`"block4"`, `"block6"`, ... `"block16"`, `"int8"`, `"int4"`) stores these inputs by that codec
@@ -84,6 +89,8 @@ class MemOptConfig:
     max_slowdown: float = 3.0
     recompute: bool = True
     offload: str = "none"
+    host_budget: str | float | int | None = None
+    disk_budget: str | float | int | None = None
     compress: str = "none"
     objective: Objective = "throughput"
     optimizer_in_backward: EarlyUpdating = "never"
@@ -142,12 +149,30 @@ class MemOptConfig:
             raise BudgetError("The budget is None; give bytes like '8GiB', a share like '80%', 'auto' or 'min'.")
         if not self.smallest:
             parse_budget(self.budget, 1 << 62)  # checks only the form: the device, and so the upper limit, is not known yet
+        for tier, parks in (("host", name in ("host", "auto")), ("disk", name == "disk")):
+            if self.budget_of(tier) is None:
+                continue
+            self.tier_budget_nbytes(tier, 1 << 62)
+            if not parks:
+                raise ConfigError(
+                    f"{tier}_budget={self.budget_of(tier)!r} limits what is parked in the {tier} tier, and offload is "
+                    f"{self.offload!r}, so nothing is. Set offload='{tier}', or leave {tier}_budget out."
+                )
 
     @property
     def offload_to(self) -> tuple[str, str | None]:
         """(tier, or "none" or "auto"; directory of the disk's file, None if none is given)."""
         name, _, directory = self.offload.partition(":")
         return name, os.path.expanduser(directory) or None
+
+    def budget_of(self, tier: str) -> str | float | int | None:
+        """The budget of a tier, as it was given."""
+        return self.host_budget if tier == "host" else self.disk_budget
+
+    def tier_budget_nbytes(self, tier: str, total_nbytes: int) -> int | None:
+        """The budget of a tier in bytes, where there are `total_nbytes`; None if none was given."""
+        given = self.budget_of(tier)
+        return None if given is None else parse_budget(given, total_nbytes, name=f"{tier}_budget", of=f"the {tier}")
 
     @property
     def smallest(self) -> bool:
@@ -169,6 +194,8 @@ class PlanOptions(TypedDict, total=False):
     max_slowdown: float
     recompute: bool
     offload: str
+    host_budget: str | float | int | None
+    disk_budget: str | float | int | None
     compress: str
     objective: Objective
     optimizer_in_backward: EarlyUpdating

@@ -9,7 +9,7 @@ A class's docstring has the cause in its first line, and what to do after "Remed
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 
 class MemOptError(Exception):
@@ -40,12 +40,16 @@ class InfeasibleError(MemOptError):
         smallest_nbytes: int | None = None,
         budget_nbytes: int | None = None,
         ranks: tuple[int, ...] = (),
+        tiers: Mapping[str, int] | None = None,
     ) -> None:
-        """`ranks`: if all ranks raise this error together, the numbers of the ranks whose budget is too small."""
+        """`ranks`: if all ranks raise this error together, the numbers of the ranks whose budget is too small. `tiers`: where a
+        tier is too small, its smallest budget that is known to be enough for this budget of the device.
+        """
         super().__init__(message)
         self.smallest_nbytes = smallest_nbytes
         self.budget_nbytes = budget_nbytes
         self.ranks = ranks
+        self.tiers = dict(tiers or {})
 
 
 class PlanFileError(MemOptError, ValueError):

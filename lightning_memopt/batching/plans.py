@@ -193,7 +193,8 @@ class ParkingPlans(Plans):
         plans = [c.lives for c in frontier.candidates]
         least = frontier.least if isinstance(frontier, JointFrontier) else None
         if least is None:
-            least = joint.least(graph, plans, self.offloading.forms(graph), lambda lives: _needs(graph, lives, self.machine))[1]
+            forms, needs = self.offloading.forms(graph), partial(_needs, graph, machine=self.machine)
+            least = joint.least(graph, plans, forms, needs, self.offloading.limits)[1]
         return min((least, plans[0]), key=lambda lives: _needs(graph, lives, self.machine))
 
     def fastest(self, size: int, budget_nbytes: int) -> tuple[float, int] | None:

@@ -259,6 +259,7 @@ class _RunningSearch:
 
     def _plans_of(self, step: StepFit, config: MemOptConfig) -> Plans:
         offloading = Offloading(self.search.device, config)  # no plan is executed, so nothing has to be closed
+        offloading.look_for_room()
         machine = machine_of(self.search.device)
 
         def solve(graph: Graph) -> Frontier:

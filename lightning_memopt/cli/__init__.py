@@ -200,6 +200,10 @@ def parser() -> argparse.ArgumentParser:
         default="none",
         help="none, disk, disk:/a/directory, host or auto: where saved tensors may be parked until backward",
     )
+    plan.add_argument(
+        "--host-budget", default=None, help="the most bytes of the host's memory for what is parked, as for a run"
+    )
+    plan.add_argument("--disk-budget", default=None, help="the same for files")
     plan.add_argument("--compress", default="none", help="none, lossless, lossy, or a codec's name")
     plan.add_argument("--solver-seconds", type=seconds_of, default=30.0, help="limit of the solvers (default: 30)")
     plan.add_argument("-o", "--output", default=None, help="the plan file (default: plan.json)")

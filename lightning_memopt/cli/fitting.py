@@ -7,8 +7,10 @@ import gc
 import json
 import sys
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
+from lightning_memopt.cli.arguments import nbytes_of
 from lightning_memopt.fitting.options import DEVICES, DTYPES, OPTIMIZERS, TASKS, Options
 from lightning_memopt.solvers.collector import collector_paused
 
@@ -67,6 +69,14 @@ def add(commands: Any) -> None:
         default="none",
         help="none, host, disk or auto: where a plan may park saved tensors until backward, as for a run (default: none)",
     )
+    for tier, what in (("host", "of the host's memory"), ("disk", "of files")):
+        fit.add_argument(
+            f"--{tier}-budget",
+            default=None,
+            type=partial(nbytes_of, f"--{tier}-budget"),
+            metavar="BYTES",
+            help=f"the most bytes {what} that a plan may take for what it parks, as for a run: 64GiB (default: no limit)",
+        )
     fit.add_argument(
         "--optimizer-in-backward",
         default="never",
@@ -99,7 +109,8 @@ def run(args: argparse.Namespace) -> int:
         import_libraries(source)
     if args.output is not None:
         plans.check(args.card, args.output, args.ranks)
-    techniques = {name: getattr(args, name) for name in ("offload", "optimizer_in_backward", "tile")}
+    names = "offload", "host_budget", "disk_budget", "optimizer_in_backward", "tile"
+    techniques = {name: getattr(args, name) for name in names}
     options = {field.name: getattr(args, field.name) for field in fields(Options)}
     freezes = not gc.get_freeze_count()  # what a caller has frozen stays frozen
     if freezes:

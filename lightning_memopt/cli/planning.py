@@ -52,7 +52,7 @@ def _offloading(device: str, config: MemOptConfig) -> Any:
             "it on a machine that has one, or leave --offload and --compress out."
         )
     offloading = Offloading(torch.device(device), config)
-    offloading.check()
+    offloading.check(lambda line: print(line, file=sys.stderr))
     return offloading
 
 
@@ -66,7 +66,7 @@ def _plan_budget(budget: str, device_nbytes: str | None) -> int | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from lightning_memopt.plan import read_plan, write_plan
+    from lightning_memopt.plan import read_plan, tiers_text, write_plan
     from lightning_memopt.solvers import planner
 
     from_file, output = Path(args.source).is_file(), args.output or "plan.json"
@@ -75,10 +75,12 @@ def run(args: argparse.Namespace) -> int:
     jsonio.check_target(output)  # everything that may be refused is checked before anything runs
     wanted = _plan_budget(args.budget, args.device_nbytes)
     config = None
-    if (args.offload, args.compress) != ("none", "none"):
+    budgets = args.host_budget, args.disk_budget
+    if (args.offload, args.compress, *budgets) != ("none", "none", None, None):
         from lightning_memopt.config import MemOptConfig
 
-        config = MemOptConfig(**{name: getattr(args, name) for name in ("offload", "compress", "objective", "solver_seconds")})
+        names = "offload", "host_budget", "disk_budget", "compress", "objective", "solver_seconds"
+        config = MemOptConfig(**{name: getattr(args, name) for name in names})
     graph = read_plan(args.source)[1] if from_file else _observed(args.source)
     offloading = None if config is None else _offloading(graph.device, config)
     frontier = planner.solve(
@@ -99,5 +101,6 @@ def run(args: argparse.Namespace) -> int:
         f"{output}: predicted peak {format_nbytes(plan.predicted.needed_nbytes)} of {format_nbytes(budget)}, "
         f"unmodified {format_nbytes(plan.unmodified_peak_nbytes)}, {1e3 * plan.predicted.seconds:.1f} ms extra a step "
         f"(lower bound {1e3 * plan.lower_bound_seconds:.1f} ms), by {plan.solver}"
+        f"{f'; {tiers_text(plan)}' if plan.in_tiers else ''}"
     )
     return 0

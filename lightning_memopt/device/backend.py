@@ -163,6 +163,11 @@ class Backend:
 
     # -- the host's memory ------------------------------------------------------------------------
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the device computes in the host's memory, so that nothing is saved by copying there."""
+        return self.kind.is_host
+
     def lock_pages(self, address: int, nbytes: int) -> int:
         """Lock whole pages of host memory, if `locks_pages`. Returns the driver's error code, 0 for none."""
         raise NotImplementedError

@@ -38,6 +38,10 @@ class Cuda(Backend):
         """As the CUDA runtime says, which knows it for slices of a GPU as well."""
         return int(torch.cuda.mem_get_info(self.device)[0]) + int(torch.cuda.memory_reserved(self.device))
 
+    @property
+    def shares_memory(self) -> bool:
+        return bool(getattr(torch.cuda.get_device_properties(self.device), "is_integrated", False))
+
     def statistics(self) -> Statistics:
         said = torch.cuda.memory_stats_as_nested_dict(self.device)
         nbytes = said.get("requested_bytes") or said["allocated_bytes"]  # other allocators do not count requested bytes

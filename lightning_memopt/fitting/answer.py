@@ -14,6 +14,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import MemOptError
 from lightning_memopt.fitting import plans
+from lightning_memopt.fitting.allowed import SEARCH_SECONDS, GivenBudget, config_of
 from lightning_memopt.fitting.cards import CONTEXT_NBYTES, Card, cards_of, of_the_host
 from lightning_memopt.fitting.checkpointing import CHECKPOINTED, Checkpointed
 from lightning_memopt.fitting.found import OFFLOAD, Other
@@ -23,7 +24,7 @@ from lightning_memopt.fitting.resting import resting_text
 from lightning_memopt.fitting.sharding import SHARDED, StepOf, numbers_of
 from lightning_memopt.fitting.sizes import LARGEST, Most, at_sizes, most, most_unmodified, needed_nbytes
 from lightning_memopt.fitting.sources import Source, source_of
-from lightning_memopt.fitting.techniques import LIMIT_SECONDS, SEARCH_SECONDS, Techniques, check, config_of
+from lightning_memopt.fitting.techniques import LIMIT_SECONDS, Techniques, check
 from lightning_memopt.fitting.values import GIVEN
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import TiledHead, tiles_text
@@ -53,7 +54,7 @@ class OnCard:
     verdict: "fits": the unmodified step does. "plan": it does by a plan. "no": no plan is small enough.
     techniques: what the plan uses: "recompute", "loss head in tiles", "offload", "early updates".
     offloaded_nbytes: bytes that a step by the plan copies to the tier, and back.
-    tier_nbytes: the most bytes that are there at once.
+    tier_nbytes: bytes that a run by the plan takes there.
     early_updates: number of parameters that are updated in backward.
     tiles: the loss heads that run in tiles under the plan, in the smallest ones that a run tries.
     at_rest: which optimizer state and frozen weights the plan parks while they rest; "" if none.
@@ -213,6 +214,8 @@ class Fit:
         lines.append(render(table, 148 if several else 140))
         lines += [f"{card.card}: {other.text}." for card in self.cards for other in card.others]
         lines += [f"{card.card}: parked while it rests: {card.at_rest}." for card in self.cards if card.at_rest]
+        taken = {format_nbytes(card.tier_nbytes): card.card for card in self.cards if card.tier_nbytes}
+        lines += [f"{card}: a run takes {nbytes} beside the device for what it parks." for nbytes, card in taken.items()]
         tiles = dict.fromkeys(card.tiles for card in self.cards if card.tiles)
         lines += [f"In tiles: {tiles_text(heads)}." for heads in tiles]
         if tiles or any(other.tile for card in self.cards for other in card.others):
@@ -243,6 +246,8 @@ def fit(
     ranks: Sequence[int] = (1,),
     *,
     offload: str = "none",
+    host_budget: GivenBudget = None,
+    disk_budget: GivenBudget = None,
     optimizer_in_backward: str = "never",
     tile: str = "exact",
     **options: Any,
@@ -254,11 +259,13 @@ def fit(
     cards: names of profiles, files of rates, or bytes ("24GiB"); none: `fitting.cards.CARDS`.
     ranks: numbers of cards, over which the model of a config is sharded by FSDP2. All sizes are of one card.
     offload, optimizer_in_backward, tile: what plans may do beside recomputing, as of `MemOptConfig`; on one card.
+    host_budget, disk_budget: the most bytes that a plan may take there, as of `MemOptConfig`; None: as many as it likes.
     options: how the model of a config is trained (`fitting.options.Options`).
 
     Raises ConfigError if there is no such source or card, or if its step cannot be planned.
     """
-    given, config = Options(**options), config_of(offload, optimizer_in_backward, tile)
+    budgets = {"host": host_budget, "disk": disk_budget}
+    given, config = Options(**options), config_of(offload, optimizer_in_backward, tile, budgets=budgets)
     asked = cards_of(cards) if given.cuda else of_the_host(cards_of(cards))
     check(config, given.device, asked, ranks)
     device = asked[0].name, max(card.device.nbytes for card in asked)
@@ -370,7 +377,7 @@ def _on(card: Card, graph: Graph, ways: Techniques, plain_nbytes: int, batch: Mo
         *length,
         techniques=found.techniques,
         offloaded_nbytes=found.offloaded_nbytes,
-        tier_nbytes=found.plan.predicted.tier_nbytes,
+        tier_nbytes=sum(found.plan.in_tiers.values()),
         early_updates=len(found.plan.updates),
         tiles=found.plan.tiles,
         at_rest=resting_text(found.plan.states, found.plan.weights),

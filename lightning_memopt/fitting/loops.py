@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 
 from lightning_memopt.device.kinds import kind_of
+from lightning_memopt.fitting.allowed import GivenBudget, config_of
 from lightning_memopt.fitting.answer import Fit, answered
 from lightning_memopt.fitting.cards import Card, cards_of, of_the_host
 from lightning_memopt.fitting.recording import Observed, Recorded, observing, recorded
 from lightning_memopt.fitting.sources import Source
-from lightning_memopt.fitting.techniques import check, config_of
+from lightning_memopt.fitting.techniques import check
 from lightning_memopt.fitting.tiling import InTiles
 from lightning_memopt.fitting.unfilled import SMALL, Unfilled
 from lightning_memopt.integrations.asking import Observe, Within
@@ -22,12 +25,19 @@ _HOST_NBYTES = 1 << 62
 
 
 def of_loop(
-    name: str, observe: Observe, within: Within, device: str, nbytes: int | None, offload: str = "none", tile: str = "exact"
+    name: str,
+    observe: Observe,
+    within: Within,
+    device: str,
+    nbytes: int | None,
+    offload: str = "none",
+    tile: str = "exact",
+    budgets: Mapping[str, GivenBudget] = MappingProxyType({}),
 ) -> Fit:
     """The answer for steps on a device of this type. `nbytes`: of the budget; None: as many as the smallest plan needs.
-    `offload`, `tile`: the options of the run.
+    `offload`, `tile`: the options of the run. `budgets`: those of tiers.
     """
-    config, card = config_of(offload, tile=tile), _card(nbytes)
+    config, card = config_of(offload, tile=tile, budgets=budgets), _card(nbytes)
     check(config, device, [card])
     host = kind_of(device).is_host
 

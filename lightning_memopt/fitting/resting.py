@@ -17,7 +17,7 @@ from lightning_memopt.plan import states as states_in_step
 from lightning_memopt.plan import weights as weights_in_step
 from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.plan.states import Chunk, StateOf, may_be_parked
-from lightning_memopt.session.at_rest import AtRest
+from lightning_memopt.session.at_rest import AtRest, Rests
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Parts
 
@@ -65,10 +65,17 @@ class Parked:
     states: tuple[StateParking, ...]
     weights: tuple[WeightParking, ...]
 
+    @property
+    def tier_nbytes(self) -> int:
+        """Bytes that all of it takes in the tier."""
+        return sum(state.tier_nbytes for state in self.states) + sum(unit.tier_nbytes for unit in self.weights)
+
     @classmethod
-    def of(cls, resting: Resting, graph: Graph, tier: str, rates: MachineRates, ahead: bool) -> Parked:
+    def of(
+        cls, resting: Resting, graph: Graph, tier: str, rates: MachineRates, ahead: bool, limit_nbytes: int | None = None
+    ) -> Parked:
         """`graph`: the step as it is, with the seconds of its ops on the card. `rates`: those of the card's links. `ahead`:
-        weights are copied while the module before theirs computes.
+        weights are copied while the module before theirs computes. `limit_nbytes`: what the tier holds.
         """
         blocks = kind_of(graph.device).allocated_nbytes
         movable, _ = weights_in_step.movable(graph, weights_in_step.read_units(graph, resting.weights))
@@ -80,7 +87,11 @@ class Parked:
             return StateOf(parking, tuple(map(blocks, state.sizes)), back)
 
         may_be = may_be_parked(graph, resting.states)
-        states = states_in_step.priced(graph, [on_card(state) for state in may_be], resting.chunks)
+        fit = Rests(tuple(on_card(state) for state in may_be), tuple(units)).within(limit_nbytes)
+        states = states_in_step.priced(graph, fit.states, resting.chunks)
+        if len(fit.units) < len(units):
+            movable = [each.unit for each in fit.units]
+            units = weights_in_step.priced(graph, movable, ahead, tier, rates.in_seconds)
         step = weights_in_step.parked_weights(graph, movable, ahead) if movable else graph
         step = states_in_step.parked(step, states, resting.chunks) if states else step
         return cls(step, tuple(state.parking for state in states), tuple(unit.parking for unit in units))

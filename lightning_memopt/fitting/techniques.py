@@ -19,6 +19,7 @@ from lightning_memopt.batching.fit import StepFit
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import ConfigError, InfeasibleError, MemOptError
+from lightning_memopt.fitting.allowed import SEARCH_SECONDS, GivenBudget, config_of
 from lightning_memopt.fitting.cards import Card
 from lightning_memopt.fitting.found import Found, Other
 from lightning_memopt.fitting.recording import Recorded
@@ -28,6 +29,7 @@ from lightning_memopt.fitting.sources import SIZES, Source
 from lightning_memopt.fitting.tiling import InTiles, recorded_in_tiles
 from lightning_memopt.graph import EarlyUpdate, Graph, unmodified_levels
 from lightning_memopt.plan import Machine, Plan, TiledHead, simulate
+from lightning_memopt.plan.forms import TIERS
 from lightning_memopt.plan.logits import are_worth_tiles
 from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.session.parking.joint_frontier import JointFrontier
@@ -37,10 +39,8 @@ from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.frontier import Candidate, Frontier
 from lightning_memopt.units import ceil_div
 
-SEARCH_SECONDS, LIMIT_SECONDS = 10.0, 60.0
-"""Time limits of the search for faster plans, and of all searches, with what the user allows. A plan for the smallest card is
-looked for to the end.
-"""
+LIMIT_SECONDS = 60.0
+"""Time limit of all searches with what the user allows. A plan for the smallest card is looked for to the end."""
 _OTHER_SECONDS, _LEAST_SECONDS = 3.0, 1.0
 """Time limits of a search with what the user did not allow, and of one for a plan that does not fit: of these the answer says
 only about how long a step takes."""
@@ -50,27 +50,11 @@ _AS_IT_IS = "This step can only be asked about as it is."
 Heads = tuple[TiledHead, ...]
 
 
-def config_of(
-    offload: str = "none",
-    optimizer_in_backward: str = "never",
-    tile: str = "exact",
-    *,
-    solver_seconds: float = SEARCH_SECONDS,
-) -> MemOptConfig:
-    """What a plan may use, by the options of a run. Raises ConfigError for values that no run takes."""
-    return MemOptConfig(
-        offload=offload,
-        optimizer_in_backward=optimizer_in_backward,  # type: ignore[arg-type]
-        tile=tile,
-        solver_seconds=solver_seconds,
-    )
-
-
 def check(config: MemOptConfig, device: str, cards: Sequence[Card], ranks: Sequence[int] = (1,)) -> None:
     """Before anything is recorded: raise ConfigError where these techniques cannot be asked about, for such a device, a card
     without a link to the tier, or several cards.
     """
-    tier = Offloading(torch.device(device), config).tier
+    tier = _tier(device, config)
     for card in cards if tier else ():
         if card.rates is None or tier not in card.rates.links:
             raise ConfigError(f"the rates of {card.name} have no link to the tier {tier!r}: measure it by memopt profile")
@@ -84,15 +68,25 @@ def check(config: MemOptConfig, device: str, cards: Sequence[Card], ranks: Seque
 
 
 class _OfCard(Offloading):
-    """What a session on a card may park. No device is there on which links could be measured: their rates are the card's."""
+    """What a session on a card may park. No device is there on which links could be measured: their rates are the card's. How
+    much its machine has left is not known: only budgets limit what is parked.
+    """
 
     def __init__(self, device: str, config: MemOptConfig, rates: MachineRates) -> None:
         super().__init__(torch.device(device), config)
         self._of_card = rates
+        self.depots.limit_nbytes = config.tier_budget_nbytes(self.tier, 1 << 62)
 
     @cached_property
     def rates(self) -> MachineRates:
         return self._of_card
+
+    @property
+    def shares_memory(self) -> bool:
+        return kind_of(self.device.type).is_host  # whatever device is here
+
+    def more_helps(self, nbytes: int) -> bool:
+        return True
 
 
 class Techniques:
@@ -130,7 +124,7 @@ class Techniques:
         self._early_steps: dict[Heads, Recorded | str] = {}
         self._tiled: dict[float, list[Frontier]] = {}
         self._resting = resting
-        self._at_rest: dict[tuple[int, float, bool], Frontier] = {}
+        self._at_rest: dict[tuple[int, MemOptConfig, bool], Frontier] = {}
 
     @property
     def always(self) -> bool:
@@ -197,7 +191,11 @@ class Techniques:
         more = [(offload, update, tile) for update in updates for offload in offloads for tile in tiles]
         for options in sorted(more, key=lambda each: sum(a != b for a, b in zip(each, allowed, strict=True))):
             if options != allowed:
-                yield config_of(*options, solver_seconds=_OTHER_SECONDS)
+                yield config_of(*options, budgets=self._given(options[0]), solver_seconds=_OTHER_SECONDS)
+
+    def _given(self, offload: str) -> dict[str, GivenBudget]:
+        """The budgets of tiers that the user gave, for plans that use the same tier."""
+        return {tier: self.config.budget_of(tier) for tier in TIERS} if offload == self.config.offload else {}
 
     def _least_updating(self, card: Card, config: MemOptConfig) -> int:
         """About the fewest bytes that plans need if early updates do as much as they can: in the step without gradients."""
@@ -252,14 +250,14 @@ class Techniques:
                 base = base if isinstance(updating, str) else updating
             timed, is_host = card.timed(base.graph), kind_of(self._source.device).is_host
             for ahead in (False,) if is_host or not self._resting.weights else (True, False):
-                parked = Parked.of(self._resting, timed, tier, card.rates, ahead)
+                parked = Parked.of(self._resting, timed, tier, card.rates, ahead, config.tier_budget_nbytes(tier, 1 << 62))
                 if not parked.states and not parked.weights:
                     break
-                key = id(base), config.solver_seconds, ahead
+                key = id(base), config, ahead
                 if key not in self._at_rest:
                     solved = self._solved(parked.graph, base.machine, config.solver_seconds)
                     self._at_rest[key] = replace(solved, tiles=base.tiles)
-                joint = self._joint(card, self._at_rest[key], config, card.rates)
+                joint = self._joint(card, self._at_rest[key], config, card.rates, parked.tier_nbytes)
                 frontiers.append(replace(joint, states=parked.states, weights=parked.weights))
                 if joint.smallest_nbytes <= enough_nbytes:
                     return frontiers
@@ -277,7 +275,8 @@ class Techniques:
             return min(found, key=lambda each: each.seconds)
         small = min(frontiers, key=lambda frontier: frontier.smallest_nbytes)
         if isinstance(small, JointFrontier) and card.rates is not None:  # how long it takes matters little
-            quick = config_of(self.config.offload, solver_seconds=_LEAST_SECONDS)
+            offload = self.config.offload
+            quick = config_of(offload, budgets=self._given(offload), solver_seconds=_LEAST_SECONDS)
             small = replace(small, offloading=_OfCard(self._source.device, quick, card.rates))
         return self._found(card, small, small.smallest_plan(), False)
 
@@ -314,9 +313,12 @@ class Techniques:
             machine=machine,
         )
 
-    def _joint(self, card: Card, base: Frontier, config: MemOptConfig, rates: MachineRates) -> JointFrontier:
-        """The frontier with plans that park, too."""
+    def _joint(
+        self, card: Card, base: Frontier, config: MemOptConfig, rates: MachineRates, rests_nbytes: int = 0
+    ) -> JointFrontier:
+        """The frontier with plans that park, too. `rests_nbytes`: what rests takes of the tier in the step."""
         offloading = _OfCard(self._source.device, config, rates)
+        offloading.rests_nbytes = rests_nbytes
         key = id(base), config
         if key not in self._joined:
             if config is not self.config:
@@ -435,8 +437,8 @@ def _some(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 
 def _tier(device: str, config: MemOptConfig) -> str:
-    """The tier in which a run on this device parks; "" if none."""
-    return Offloading(torch.device(device), config).tier
+    """The tier in which a run on such a device parks; "" if none."""
+    return _OfCard(device, config, MachineRates(name="", links={}, codecs={})).tier
 
 
 def _update_seconds(card: Card, usual: Graph, early: Graph) -> float:

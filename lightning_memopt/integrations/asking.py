@@ -11,6 +11,8 @@ import torch
 
 from lightning_memopt.config import MemOptConfig, disabled
 from lightning_memopt.errors import UnsupportedError
+from lightning_memopt.plan.forms import TIERS
+from lightning_memopt.runtime.tiers.room import total_nbytes
 from lightning_memopt.session.budget import budget_on
 
 if TYPE_CHECKING:
@@ -44,7 +46,8 @@ def asked(observe: Observe, within: Within, name: str, config: MemOptConfig, dev
         return None
     nbytes = budget_on(device, config)
     loops: Any = importlib.import_module("lightning_memopt.fitting.loops")  # by its name: it knows all fronts, and they not it
-    answer: Answer = loops.of_loop(name, observe, within, device.type, nbytes, config.offload, config.tile)
+    budgets = {tier: config.tier_budget_nbytes(tier, total_nbytes(tier, config.offload_to[1])) for tier in TIERS}
+    answer: Answer = loops.of_loop(name, observe, within, device.type, nbytes, config.offload, config.tile, budgets)
     return answer
 
 

@@ -33,7 +33,8 @@ from lightning_memopt.plan.model import (
     TiledHead,
     WeightParking,
 )
-from lightning_memopt.plan.validate import validate, wrong_addresses
+from lightning_memopt.plan.tiers import taken
+from lightning_memopt.plan.validate import beyond_limits, validate, wrong_addresses
 
 FORMAT = "lightning_memopt.plan"
 SCHEMA = 9
@@ -41,7 +42,7 @@ SCHEMA = 9
 _HOWS = letters(get_args(How))
 _PLAN = (
     *("fingerprint", "solver", "budget_nbytes", "unmodified_peak_nbytes", "step_seconds", "lower_bound_seconds"),
-    *("solve_seconds", "updates", "regions", "tiles", "states", "weights", "addresses", "predicted", "lives"),
+    *("solve_seconds", "updates", "regions", "tiles", "states", "weights", "tiers", "addresses", "predicted", "lives"),
 )
 _PREDICTED = (
     *("peak_nbytes", "reserved_nbytes", "extra_seconds", "overhead_seconds", "extra_flops", "rebuilt_nbytes"),
@@ -51,10 +52,11 @@ _PREDICTED = (
 _LIFE = ("tensor", "born_at", "freed_at", "how", "forms", "form", "parked_nbytes")
 _REGION = ("key", "calls", "flops", "extra_flops", "rebuilt_ops", "saved_nbytes", "peak_nbytes", "lives")
 _TILES = ("module", "classes", "tokens", "rows", "columns", "unmade_nbytes", "threads", "ops", "assembled", "rounded")
-_STATE = ("parameter", "what", "tier", "nbytes", "copy_seconds", "seconds")
-_STATE_SINCE_9 = ("what", "copy_seconds")
-_WEIGHTS = ("module", "tier", "nbytes", "beside", "copy_seconds", "seconds")
+_STATE = ("parameter", "what", "tier", "nbytes", "tier_nbytes", "copy_seconds", "seconds")
+_WEIGHTS = ("module", "tier", "nbytes", "tier_nbytes", "beside", "copy_seconds", "seconds")
+_TIER = ("tier", "nbytes", "limit_nbytes")
 _ADDRESSES = ("nbytes", "offsets", "until", "arena_nbytes", "max_live_nbytes", "needed_nbytes")
+_SINCE_9 = ("what", "copy_seconds", "tier_nbytes")
 _OLD_NAMES: dict[int, dict[str, str]] = {
     8: {},
     7: {},
@@ -74,7 +76,7 @@ _OLD_NAMES: dict[int, dict[str, str]] = {
     },
 }
 """Older schema -> the names that its files use for fields. The letters of `how` are the same in all schemas."""
-_SINCE = {"updates": 5, "update_seconds": 5, "regions": 6, "addresses": 6, "tiles": 7, "states": 8, "weights": 9}
+_SINCE = {"updates": 5, "update_seconds": 5, "regions": 6, "addresses": 6, "tiles": 7, "states": 8, "weights": 9, "tiers": 9}
 """Field -> the first schema whose files have it."""
 
 
@@ -85,7 +87,7 @@ def plan_to_json(plan: Plan, graph: Graph) -> dict[str, Any]:
 
 def fields_of(plan: Plan) -> dict[str, Any]:
     """The plan without its graph, as it stands in a plan file."""
-    fields: dict[str, Any] = {key: getattr(plan, key) for key in _PLAN}
+    fields: dict[str, Any] = {key: getattr(plan, key, None) for key in _PLAN}
     fields["predicted"] = {key: getattr(plan.predicted, key) for key in _PREDICTED}
     fields["lives"] = _columns(plan.lives)
     fields["regions"] = [
@@ -95,6 +97,11 @@ def fields_of(plan: Plan) -> dict[str, Any]:
     fields["tiles"] = [{key: getattr(head, key) for key in _TILES} for head in plan.tiles]
     fields["states"] = [{key: getattr(state, key) for key in _STATE} for state in plan.states]
     fields["weights"] = [{key: getattr(unit, key) for key in _WEIGHTS} for unit in plan.weights]
+    limits = dict(plan.tier_limits)
+    fields["tiers"] = [
+        {"tier": tier, "nbytes": plan.in_tiers.get(tier, 0), "limit_nbytes": limits.get(tier)}
+        for tier in dict.fromkeys((*plan.in_tiers, *limits))
+    ]
     if plan.addresses is not None:
         a = plan.addresses
         offsets = [-1 if offset is None else offset for offset in a.offsets]
@@ -145,6 +152,9 @@ def plan_from_json(obj: object) -> tuple[Plan, Graph]:
     wrong = [] if plan.addresses is None else wrong_addresses(plan.addresses)
     if wrong:
         raise PlanFileError(f"plan.addresses: {wrong[0]}; make the file again")
+    beyond = beyond_limits(plan)
+    if beyond:
+        raise PlanFileError(f"plan.tiers: {beyond[0]}; make the file again")
     return plan, graph
 
 
@@ -175,6 +185,7 @@ def _plan(fields: Fields, graph: Graph, schema: int) -> Plan:
         tiles=() if schema < _SINCE["tiles"] else tuple(_tiles(fields)),
         states=() if schema < _SINCE["states"] else tuple(_states(fields, schema)),
         weights=() if schema < _SINCE["weights"] else tuple(_weights(fields)),
+        tier_limits=() if schema < _SINCE["tiers"] else tuple(_tier_limits(fields)),
         addresses=None if schema < _SINCE["addresses"] or fields.value("addresses") is None else _addresses(fields),
         solver=fields.string("solver"),
         budget_nbytes=fields.integer("budget_nbytes"),
@@ -274,12 +285,14 @@ def _tiles(fields: Fields) -> Iterator[TiledHead]:
 def _states(fields: Fields, schema: int) -> Iterator[StateParking]:
     copies = "copy_seconds" if schema > 8 else "seconds"  # before, a step waited for all of them
     for i, each in enumerate(fields.objects("states")):
-        state = Fields(each, f"plan.states[{i}]", tuple(key for key in _STATE if key not in _STATE_SINCE_9 or schema > 8))
+        state = Fields(each, f"plan.states[{i}]", tuple(key for key in _STATE if key not in _SINCE_9 or schema > 8))
+        nbytes = state.integer("nbytes", 1)
         yield StateParking(
             parameter=state.string("parameter"),
             what=_what(state) if schema > 8 else "state",
             tier=state.string("tier"),
-            nbytes=state.integer("nbytes", 1),
+            nbytes=nbytes,
+            tier_nbytes=state.integer("tier_nbytes", nbytes) if schema > 8 else taken(state.string("tier"), nbytes),
             copy_seconds=state.number(copies),
             seconds=state.number("seconds"),
         )
@@ -300,10 +313,19 @@ def _weights(fields: Fields) -> Iterator[WeightParking]:
             module=unit.string("module"),
             tier=unit.string("tier"),
             nbytes=unit.integer("nbytes", 1),
+            tier_nbytes=unit.integer("tier_nbytes", unit.integer("nbytes", 1)),
             beside=tuple(unit.strings("beside")),
             copy_seconds=unit.number("copy_seconds"),
             seconds=unit.number("seconds"),
         )
+
+
+def _tier_limits(fields: Fields) -> Iterator[tuple[str, int]]:
+    for i, each in enumerate(fields.objects("tiers")):
+        row = Fields(each, f"plan.tiers[{i}]", _TIER)
+        row.integer("nbytes")  # what the lives and what rests take says more
+        if row.value("limit_nbytes") is not None:
+            yield row.string("tier"), row.integer("limit_nbytes")
 
 
 def _addresses(fields: Fields) -> Addresses:

@@ -7,10 +7,12 @@ Everything else follows from the lives: which ops run again, in which order, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lightning_memopt.plan.forms import tier_of
+from lightning_memopt.plan.tiers import taken
 from lightning_memopt.units import format_nbytes
 
 How = Literal["original", "rebuild", "fetch"]
@@ -161,6 +163,7 @@ class StateParking:
     nbytes: bytes of it that are parked.
     copy_seconds: how long the copies of a step take, out and back.
     seconds: how long the step waits for them.
+    tier_nbytes: bytes that it takes in the tier.
     """
 
     parameter: str
@@ -169,6 +172,7 @@ class StateParking:
     nbytes: int
     copy_seconds: float
     seconds: float
+    tier_nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +183,7 @@ class WeightParking:
     module: the module's path in the model.
     tier: the name of the tier.
     nbytes: bytes of its weights.
+    tier_nbytes: bytes that they take in the tier.
     beside: for each time that a step copies them to the device, the module that computes meanwhile: the copy begins when the
         weights of that module are there. "": the copy begins when this module is called, or its backward begins.
     copy_seconds: how long the copies of a step take.
@@ -191,6 +196,7 @@ class WeightParking:
     beside: tuple[str, ...]
     copy_seconds: float
     seconds: float
+    tier_nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +244,7 @@ class Plan:
     states: the optimizer state and the gradients that are parked until an update reads them. The graph is that of a step in
         which they are.
     weights: the frozen weights that are on the device only while their module runs. The graph is that of such a step.
+    tier_limits: the most bytes of each tier that the plan could take, with their names; empty where no limit was known.
     addresses: the addresses of a step's requests; None without a planned pool, and until a step by this plan has shown its
         requests.
     solver: name of the solver that found the plan.
@@ -261,6 +268,7 @@ class Plan:
     tiles: tuple[TiledHead, ...] = ()
     states: tuple[StateParking, ...] = ()
     weights: tuple[WeightParking, ...] = ()
+    tier_limits: tuple[tuple[str, int], ...] = ()
     addresses: Addresses | None = None
     step_seconds: float = 0.0
     lower_bound_seconds: float = 0.0
@@ -272,12 +280,41 @@ class Plan:
         return any(life.how == "fetch" for life in self.lives)
 
     @property
+    def in_tiers(self) -> dict[str, int]:
+        """Tier -> the bytes that a run by this plan takes there: for saved tensors, optimizer state and frozen weights."""
+        nbytes = saved_in_tiers(self.lives)
+        rests: tuple[StateParking | WeightParking, ...] = (*self.states, *self.weights)
+        for each in rests:
+            nbytes[each.tier] = nbytes.get(each.tier, 0) + each.tier_nbytes
+        return nbytes
+
+    @property
     def predicted_peak_nbytes(self) -> int:
         return self.predicted.peak_nbytes
 
     @property
     def predicted_seconds(self) -> float:
         return self.step_seconds + self.predicted.seconds
+
+
+def saved_in_tiers(lives: Iterable[Life]) -> dict[str, int]:
+    """Tier -> the bytes that saved tensors take there."""
+    fetched = {life.tensor: life for life in lives if life.how == "fetch"}  # one may be fetched several times
+    nbytes: dict[str, int] = {}
+    for life in fetched.values():
+        if tier := tier_of(life.form):
+            nbytes[tier] = nbytes.get(tier, 0) + taken(life.form, life.parked_nbytes)
+    return nbytes
+
+
+def tiers_text(plan: Plan) -> str:
+    """A text: how many bytes the plan takes in which tier, of how many; "" if it parks nothing there."""
+    limits = dict(plan.tier_limits)
+    texts = []
+    for tier, nbytes in plan.in_tiers.items():
+        of = f" of {format_nbytes(limits[tier])}" if tier in limits else ""
+        texts.append(f"{format_nbytes(nbytes)}{of} in the {tier} tier")
+    return " and ".join(texts)
 
 
 def states_text(states: Sequence[StateParking]) -> str:

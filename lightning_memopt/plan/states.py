@@ -33,7 +33,9 @@ class StateOf:
         """This state and that which another optimizer has of the same parameter."""
         one, two = self.parking, other.parking
         copy_seconds = one.copy_seconds + two.copy_seconds
-        parking = replace(one, nbytes=one.nbytes + two.nbytes, copy_seconds=copy_seconds, seconds=one.seconds + two.seconds)
+        nbytes, tier_nbytes = one.nbytes + two.nbytes, one.tier_nbytes + two.tier_nbytes
+        seconds = one.seconds + two.seconds
+        parking = replace(one, nbytes=nbytes, tier_nbytes=tier_nbytes, copy_seconds=copy_seconds, seconds=seconds)
         return StateOf(parking, self.sizes + other.sizes, self.back_seconds + other.back_seconds)
 
 

@@ -17,6 +17,7 @@ as counted here.
    end, where one update of them all takes bytes of its own.
 7. Two requests that are in memory at the same time do not have overlapping addresses, not even across two steps
    (`wrong_addresses`).
+8. What is parked in a tier, all of it counted at the same time, takes no more there than the plan may (`beyond_limits`).
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ from lightning_memopt.graph import BEFORE, Graph, Op, Save
 from lightning_memopt.plan.clocks import leaves_at
 from lightning_memopt.plan.forms import EXACT, codec_of, is_form, tier_of
 from lightning_memopt.plan.lower import Fetch, Rebuild, Schedule
-from lightning_memopt.plan.model import Addresses, Life
+from lightning_memopt.plan.model import Addresses, Life, Plan
 
 _MOST_PROBLEMS = 100
+_PIECE = 4096
+"""A tier gives a tensor so many bytes, or a multiple of that."""
 _ALIGNED = 64
 """Addresses are multiples of this. With another alignment, kernels may take another path and give other bits
 (runtime/pool/steps.py).
@@ -391,3 +394,16 @@ def wrong_addresses(addresses: Addresses) -> list[str]:
         taken.insert(at, mine)
         ending.setdefault(now - request + until, []).append(mine)
     return list(dict.fromkeys(problems))
+
+
+def beyond_limits(plan: Plan) -> list[str]:
+    """One sentence for each tier in which the plan parks more than it may. Counts on its own what `Plan.in_tiers` says."""
+    parked = {life.tensor: (tier_of(life.form), life.parked_nbytes) for life in plan.lives if life.how == "fetch"}
+    rests = [*((state.tier, state.tier_nbytes) for state in plan.states), *((w.tier, w.tier_nbytes) for w in plan.weights)]
+    problems = []
+    for tier, limit in plan.tier_limits:
+        pieces = sum(-(-nbytes // _PIECE) for at, nbytes in parked.values() if at == tier)
+        nbytes = pieces * _PIECE + sum(n for at, n in rests if at == tier)
+        if nbytes > limit:
+            problems.append(f"{nbytes} bytes are parked in the {tier} tier, and {limit} is the limit")
+    return problems

@@ -17,6 +17,8 @@ from itertools import groupby
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.graph.model import around
 from lightning_memopt.plan.model import WeightParking
+from lightning_memopt.plan.tiers import PAGE_NBYTES
+from lightning_memopt.units import round_up
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ def priced(
             beside=tuple(fetch.beside for fetch in own),
             copy_seconds=len(own) * seconds,
             seconds=sum(max(0.0, seconds - _beside_seconds(graph, fetch)) for fetch in own),
+            tier_nbytes=sum(round_up(graph.tensors[t].nbytes, PAGE_NBYTES) for t in unit.weights),
         )
         priced_units.append(UnitOf(parking, unit))
     return priced_units

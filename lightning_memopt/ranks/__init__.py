@@ -8,6 +8,7 @@ from lightning_memopt.ranks.group import (
     ranks_of,
     rebuild_buckets,
     several_processes,
+    size_here,
     wrapper_of,
 )
 from lightning_memopt.ranks.ranks import Ranks, of_collective
@@ -22,5 +23,6 @@ __all__ = [
     "ranks_of",
     "rebuild_buckets",
     "several_processes",
+    "size_here",
     "wrapper_of",
 ]

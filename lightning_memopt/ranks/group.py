@@ -17,6 +17,14 @@ _runs: collections.Counter[str] = collections.Counter()
 """How many runs each process group has had in this process. All ranks count alike, so posts of two runs never mix."""
 
 
+def size_here() -> int:
+    """How many processes of the group are on this machine, as their launcher says; all of them if it does not."""
+    if not several_processes():
+        return 1
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(said)) if said.isdigit() else distributed.get_world_size()
+
+
 def several_processes() -> bool:
     """Whether this process is one of several that compute together."""
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.graph import BEFORE, Graph, Op
-from lightning_memopt.plan import Plan, early, lower, regions_text, states_text, tiles_text, weights_text
+from lightning_memopt.plan import Plan, early, lower, regions_text, states_text, tiers_text, tiles_text, weights_text
 from lightning_memopt.plan.peak import layer_of
 from lightning_memopt.report.blocks import WIDTH, blocks, by_block
 from lightning_memopt.report.fates import Fate, fates, operator, runs_again
@@ -49,6 +49,8 @@ def explain(plan: Plan, graph: Graph) -> str:
         lines.append(f"Parked between updates: {states_text(plan.states)}.")
     if plan.weights:
         lines.append(f"On the device only while their module runs: {weights_text(plan.weights)}.")
+    if plan.in_tiers:
+        lines.append(f"Taken beside the device: {tiers_text(plan)}.")
     if plan.addresses is not None:
         a = plan.addresses
         lines.append(

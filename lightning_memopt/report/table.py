@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import LoweringError, Machine, Plan, simulate
+from lightning_memopt.plan import LoweringError, Machine, Plan, simulate, tiers_text
 from lightning_memopt.plan.forms import codec_of
 from lightning_memopt.report.explain import updates_text
 from lightning_memopt.report.fates import items, kept, rebuilt
@@ -35,7 +35,7 @@ def parked_text(plan: Plan, transfers: Transfers | None) -> str:
     if predicted.moved_nbytes:
         parts += [
             f"moved {moved} a step, both ways (predicted {format_nbytes(predicted.moved_nbytes)}), "
-            f"at most {format_nbytes(predicted.tier_nbytes)} in tiers (predicted)",
+            f"at most {format_nbytes(predicted.tier_nbytes)} at one time (predicted)",
             f"stall {stall} a step (predicted {1e3 * predicted.stall_seconds:.1f})",
             f"overlap {overlap} of the copies' time behind compute (predicted {100 * predicted.overlap:.0f} %)",
         ]
@@ -145,6 +145,8 @@ def summary(status: RunStatus, meter: Meter | None = None, transfers: Transfers 
     )
     if plan.parks:
         table.add_row("parked", parked_text(plan, transfers))
+    if plan.in_tiers:
+        table.add_row("taken there", tiers_text(plan))
     if status.checkpointed:
         table.add_row("gradient checkpointing", checkpointing_text(graph, plan, status.checkpointed))
     if status.pool is not None:

@@ -59,7 +59,7 @@ def whole(t: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
 class Depot:
     """The tiers of one plan, and how much went through them.
 
-    tiers: name -> tier. They have room for one forward.
+    tiers: name -> tier. They have room for one forward, as far as a limit allows it.
     forwards: number of forwards that began under the plan.
     timed: number of these that are timed: all by the host's clock, a few on a device (nothing waits for its events, but each
         event takes time).
@@ -68,9 +68,10 @@ class Depot:
     coded: seconds that codecs ran in the timed steps.
     more: makes another tier of a name, for a forward that begins before the backward of an earlier one has ended.
     others: name -> the tiers that `more` made.
+    wanted: name -> the bytes that its tier should have.
     """
 
-    tiers: Mapping[str, Tier] = field(default_factory=dict)
+    tiers: dict[str, Tier] = field(default_factory=dict)
     forwards: int = 0
     timed: int = 0
     moved_nbytes: int = 0
@@ -78,14 +79,20 @@ class Depot:
     coded: Stopwatch = field(default_factory=Stopwatch)
     more: Callable[[str], Tier] | None = None
     others: list[tuple[str, Tier]] = field(default_factory=list)
+    wanted: Mapping[str, int] = field(default_factory=dict)
     _copied: tuple[Stopwatch, ...] = ()
+    _watches: dict[str, Stopwatch] = field(default_factory=dict)
+    """Name -> times the copies of this depot in a tier that others use in turn."""
 
     def __iter__(self) -> Iterator[Tier]:
         return iter((*self.tiers.values(), *(tier for _, tier in self.others)))
 
     def store(self, name: str, t: torch.Tensor, what: str) -> Stored:
-        """Store `t` in a tier of this name, or in a further one if those are full. Raises OffloadError."""
-        for tier in (self.tiers[name], *(tier for other, tier in self.others if other == name)):
+        """Store `t` in a tier of this name, or in a further one if those are full. Raises OffloadError; TierFullError if there
+        may be no further one.
+        """
+        own = [self.tiers[name]] if name in self.tiers else []
+        for tier in (*own, *(tier for other, tier in self.others if other == name)):
             try:
                 return tier.store(t, what)
             except TierFullError:
@@ -106,7 +113,8 @@ class Depot:
     @property
     def copied_seconds(self) -> float:
         """Seconds that copies took, by the tier's file or by the device."""
-        return sum(watch.seconds for watch in (*self._copied, *(tier.copied for tier in self)))
+        watches = (*self._copied, *self._watches.values(), *(tier.copied for tier in self))
+        return sum(watch.seconds for watch in {id(watch): watch for watch in watches}.values())
 
     @property
     def used_nbytes(self) -> int:
@@ -120,6 +128,22 @@ class Depot:
             if not tier.used_nbytes:
                 tier.close()
         self.tiers, self.others, self.more = {}, [], None
+
+    def capacity_nbytes(self, name: str) -> int:
+        """The bytes of the tier of this name; 0 without one."""
+        return self.tiers[name].capacity_nbytes if name in self.tiers else 0
+
+    def take_over(self, name: str, other: Depot) -> None:
+        """Get the tier of this name from another depot, which has nothing parked there."""
+        tier = self.tiers[name] = other.tiers.pop(name)
+        other._watches.setdefault(name, tier.copied)
+        tier.copied = self._watches.setdefault(name, tier.copied.another())
+
+    def close_tiers(self) -> None:
+        """Close all tiers. Nothing is parked there; what is parked later needs new ones."""
+        self._copied += tuple(tier.copied for tier in self)
+        self.close()
+        self.tiers, self.others = {}, []
 
     def close(self) -> None:
         for tier in self:

@@ -32,7 +32,7 @@ from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import fills, is_plain, uncompiled, unwatched
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of, in_shared_memory
-from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, room, storage_on
+from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, on_shelf, storage_on
 from lightning_memopt.runtime.tiers.streams import copy, freed_in_order
 from lightning_memopt.torch_private import gradient_of, storage_id
 
@@ -151,6 +151,7 @@ class ParkedGradients:
 
     moved_nbytes: bytes that were copied so far, out and back.
     places: identity of a parameter -> the place of its gradients.
+    tier_nbytes: bytes that all places take.
 
     Raises OffloadError where there is no memory for them.
     """
@@ -161,8 +162,11 @@ class ParkedGradients:
         nbytes: Mapping[torch.Tensor, int],
         directory: str | None,
         say: Callable[[str], None],
+        limit_nbytes: int | None = None,
     ) -> None:
-        """`nbytes`: parameter -> bytes of its gradient. `directory`: for files; None: the system's."""
+        """`nbytes`: parameter -> bytes of its gradient. `directory`: for files; None: the system's. `limit_nbytes`: the most
+        bytes that this process may have in such tiers.
+        """
         native = loaded()
         if native is None:
             raise OffloadError("the native engine is not there; install a C++ compiler")
@@ -172,7 +176,8 @@ class ParkedGradients:
         self._said: set[str] = set()
         self._lock = threading.RLock()
         self._parameters = list(nbytes)
-        self._shelf = Shelf(room(list(nbytes.values())), directory, self._parameters[0].device)
+        self.tier_nbytes = on_shelf(nbytes.values())
+        self._shelf = Shelf(self.tier_nbytes, directory, self._parameters[0].device, limit_nbytes)
         self.places = {id(p): _Place(self._shelf, n, native) for p, n in nbytes.items()}
         self._hooks = {id(p): p.register_post_accumulate_grad_hook(self._accumulated) for p in self._parameters}
         _living.add(self)

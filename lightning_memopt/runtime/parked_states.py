@@ -214,6 +214,11 @@ class ParkedStates:
         """Bytes that were copied so far, out and back."""
         return self._moved_nbytes + (0 if self._gradients is None else self._gradients.moved_nbytes)
 
+    @property
+    def gradients_nbytes(self) -> int:
+        """Bytes that the tier has for gradients."""
+        return 0 if self._gradients is None else self._gradients.tier_nbytes
+
     def park(self) -> None:
         """Park all that is on the device."""
         for p in self.parameters:

@@ -37,7 +37,7 @@ from lightning_memopt.plan import WeightParking
 from lightning_memopt.record import beneath_calls, fills, uncompiled, unwatched
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of, has_plain_bytes, in_shared_memory
-from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, room, storage_on
+from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, on_shelf, storage_on
 from lightning_memopt.runtime.tiers.streams import copy, freed_in_order, marked, queued_on
 from lightning_memopt.torch_private import (
     backward_task,
@@ -201,6 +201,10 @@ class _Unit:
         return all(weight.is_current for weight in self._weights)
 
     @property
+    def tier_nbytes(self) -> int:
+        return on_shelf(weight.nbytes for weight in self._weights)
+
+    @property
     def away_nbytes(self) -> int:
         return sum(weight.nbytes for weight in self._weights if weight.is_away)
 
@@ -270,17 +274,30 @@ class ParkedWeights:
         """The modules whose weights are parked."""
         return frozenset(self._units)
 
-    def put(self, path: str, module: nn.Module, weights: Sequence[torch.Tensor], directory: str | None = None) -> None:
+    def put(
+        self,
+        path: str,
+        module: nn.Module,
+        weights: Sequence[torch.Tensor],
+        directory: str | None = None,
+        limit_nbytes: int | None = None,
+    ) -> None:
         """Park the weights of a module, which are on one device, from now on. `directory`: for files; None: the system's.
+        `limit_nbytes`: the most bytes that this process may have in such tiers.
 
         Raises OffloadError.
         """
         native = loaded()
         if native is None:
             raise OffloadError("the native engine is not there; install a C++ compiler")
-        shelf = Shelf(room([w.nbytes for w in weights]), directory, weights[0].device)
+        shelf = Shelf(on_shelf(w.nbytes for w in weights), directory, weights[0].device, limit_nbytes)
         unit = self._units[path] = _Unit(module, weights, shelf, native)
         unit.listening.enter_context(beneath_calls({path: module}, partial(self._called, unit), shares=True))
+
+    @property
+    def tier_nbytes(self) -> int:
+        """Bytes that all of them take in the tier."""
+        return sum(unit.tier_nbytes for unit in self._units.values())
 
     def has(self, path: str, module: nn.Module, weights: Sequence[torch.Tensor]) -> bool:
         """Whether these weights of this module are parked, and no others: the loop may have replaced it, or some of them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -22,6 +22,7 @@ from lightning_memopt.graph import Graph, unmodified_levels
 from lightning_memopt.plan import StateParking, WeightParking, states_text, weights_text
 from lightning_memopt.plan.simulate import fixed_levels
 from lightning_memopt.plan.states import StateOf
+from lightning_memopt.plan.tiers import tier_budget
 from lightning_memopt.plan.weights import UnitOf
 from lightning_memopt.runtime.parked_weights import copies_overlap
 from lightning_memopt.session.judge.states import Running
@@ -66,6 +67,22 @@ class Rests:
         return sum(each.parking.seconds for each in self.by_price())
 
     @property
+    def tier_nbytes(self) -> int:
+        """Bytes that all of it takes in the tier."""
+        return sum(each.parking.tier_nbytes for each in self.by_price())
+
+    def within(self, nbytes: int | None) -> Rests:
+        """Of these, the cheapest ones that take no more bytes of the tier. None: all."""
+        if nbytes is None:
+            return self
+        kept: list[StateOf | UnitOf] = []
+        for each in self.by_price():
+            if each.parking.tier_nbytes <= nbytes:
+                kept.append(each)
+                nbytes -= each.parking.tier_nbytes
+        return self.only(kept)
+
+    @property
     def parked_states(self) -> tuple[StateParking, ...]:
         return tuple(state.parking for state in self.states)
 
@@ -105,8 +122,8 @@ class _Try:
         try:
             solved = solve(graph, later)
         except InfeasibleError as error:
-            smallest, budget = error.smallest_nbytes, error.budget_nbytes
-            refusal = InfeasibleError(str(error), smallest_nbytes=smallest, budget_nbytes=budget)
+            smallest, budget, tiers = error.smallest_nbytes, error.budget_nbytes, error.tiers
+            refusal = InfeasibleError(str(error), smallest_nbytes=smallest, budget_nbytes=budget, tiers=tiers)
             return cls(rests, None, refusal, tuple(lines))
         if rests:
             states, weights = rests.parked_states, rests.parked_weights
@@ -129,6 +146,26 @@ class _Try:
         if self.solved is None:
             return math.inf if self.refusal is None or self.refusal.smallest_nbytes is None else self.refusal.smallest_nbytes
         return self.solved.plan.budget_nbytes
+
+    @property
+    def tiers(self) -> Mapping[str, int]:
+        """Budgets of tiers that are enough for it, where the budget of the device is not kept."""
+        if self.solved is None:
+            return {} if self.refusal is None else self.refusal.tiers
+        return self.solved.tiers
+
+    def told(self, tiers: Mapping[str, int]) -> _Try:
+        """The same, which is not within the budget, and says that one would be with these budgets of tiers."""
+        if not tiers or tiers == self.tiers:
+            return self
+        words = " and ".join(map(tier_budget, tiers.items()))
+        if self.solved is not None:
+            return replace(self, solved=self.solved._replace(above=f"{self.solved.above} Or set {words}.", tiers=tiers))
+        old = self.refusal
+        assert old is not None
+        smallest, budget = old.smallest_nbytes, old.budget_nbytes
+        refusal = InfeasibleError(f"{old} Or set {words}.", smallest_nbytes=smallest, budget_nbytes=budget, tiers=tiers)
+        return replace(self, refusal=refusal)
 
     def bounded(self, seconds: float) -> _Try:
         """The same, with a bound on the seconds of all plans that park any of what rests."""
@@ -211,7 +248,9 @@ class AtRest(Part):
         line. Raises InfeasibleError as `solve` does.
         """
         self._offloading.measures_after(graph)
-        rests = Rests(tuple(self.states.found(graph)), tuple(self.weights.found(graph)))
+        self._offloading.look_for_room(self.states.tier_nbytes + self.weights.tier_nbytes)
+        found = Rests(tuple(self.states.found(graph)), tuple(self.weights.found(graph)))
+        rests, most_in_tier = self._that_fit(graph, found), self._offloading.limit_nbytes
         hopeless = rests and limit_nbytes is not None and max(fixed_levels(graph), default=0) > limit_nbytes
         whole = _Try(Rests(), None, None, ()) if hopeless else _Try.of(solve, graph, Rests(), say)  # solving takes minutes
         if limit_nbytes is None or not whole.fits:
@@ -220,7 +259,8 @@ class AtRest(Part):
             return self._chosen(say, graph, whole)
 
         def tried(rests: Rests) -> _Try:
-            return _Try.of(solve, self._in_step(graph, rests), rests, say, max(unmodified_levels(graph), default=0))
+            with self._offloading.beside(rests.tier_nbytes):
+                return _Try.of(solve, self._in_step(graph, rests), rests, say, max(unmodified_levels(graph), default=0))
 
         ahead = self._ahead(graph, rests)
         if limit_nbytes is None:
@@ -240,13 +280,28 @@ class AtRest(Part):
                 tries.append(tried(self._priced(graph, some)))
             least = _least_seconds(graph, rests, ahead is not None, limit_nbytes)
             tries = [each.bounded(least) for each in tries]
-        return self._chosen(say, graph, min(tries, key=_by_seconds))
+        if most_in_tier is None or any(each.fits for each in tries):
+            return self._chosen(say, graph, min(tries, key=_by_seconds))
+        if any(each.tiers for each in tries):  # what rests takes room from saved tensors
+            tries.append(tried(self._priced(graph, rests.within(most_in_tier // 2))))
+        more = [] if len(rests) == len(found) else [tried(found)]  # for which the tier has no room
+        enough = {self._offloading.tier: found.tier_nbytes} if any(each.fits for each in more) else {}
+        tiers = min((*(each.tiers for each in (*tries, *more)), enough), key=_by_bytes)
+        return self._chosen(say, graph, min(tries, key=_by_seconds).told(tiers))
 
-    def smallest(self, graph: Graph) -> Graph:
-        """The step of this graph with everything parked that can be, as the first update will make it."""
-        rests = Rests(tuple(self.states.found(graph, timed=False)), tuple(self.weights.found(graph, timed=False)))
+    def smallest(self, graph: Graph, all_of_it: bool = False) -> tuple[Graph, int]:
+        """The step of this graph with everything parked that the tier has room for, as the first update will make it, and the
+        bytes that this takes there. `all_of_it`: with everything that can be.
+        """
+        found = Rests(tuple(self.states.found(graph, timed=False)), tuple(self.weights.found(graph, timed=False)))
         self.weights.tell_of_others(graph)
-        return self._in_step(graph, rests) if rests else graph
+        rests = found if all_of_it else found.within(self._offloading.limit_nbytes)
+        return self._in_step(graph, rests) if rests else graph, rests.tier_nbytes
+
+    def _that_fit(self, graph: Graph, found: Rests) -> Rests:
+        """What the tier has room for."""
+        rests = found.within(self._offloading.limit_nbytes)
+        return rests if len(rests) == len(found) else self._priced(graph, rests)
 
     def _ahead(self, graph: Graph, rests: Rests) -> Rests | None:
         """The same, with weights that are copied ahead; None where that hides nothing."""
@@ -289,6 +344,10 @@ def _copies_text(each: Sequence[StateParking] | Sequence[WeightParking]) -> str:
 def _by_seconds(each: _Try) -> tuple[int, float]:
     """Those that fit first, the fastest first; then the smallest."""
     return (0, each.seconds) if each.fits else (1, each.nbytes)
+
+
+def _by_bytes(tiers: Mapping[str, int]) -> float:
+    return sum(tiers.values()) if tiers else math.inf
 
 
 def _fastest(frontier: Frontier, rests: Rests, limit_nbytes: int) -> Rests:

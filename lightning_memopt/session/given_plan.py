@@ -10,6 +10,8 @@ from lightning_memopt.errors import ConfigError, InfeasibleError, PlanMismatchEr
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan, read_plan, snapshot, write_plan
 from lightning_memopt.plan.forms import LOSSLESS, codec_of
+from lightning_memopt.plan.tiers import tier_budget
+from lightning_memopt.runtime.tiers.room import total_nbytes
 from lightning_memopt.session.solve.foreseen import Foreseen
 from lightning_memopt.session.status import RunStatus
 
@@ -20,8 +22,8 @@ def read_given(device: torch.device, budget_nbytes: int | None, config: MemOptCo
     """The plan of the file that the config names, and its graph: either one that is in force from the first step, or one whose
     step has not run before. (None, None) where it names none.
 
-    Raises PlanMismatchError for another device, InfeasibleError for a peak above the budget, and ConfigError for a lossy codec
-    or a rebuild that the config does not allow.
+    Raises PlanMismatchError for another device, InfeasibleError for a peak above the budget or more in a tier than its budget,
+    and ConfigError for a lossy codec or a rebuild that the config does not allow.
     """
     path = config.plan
     if path is None:
@@ -54,6 +56,14 @@ def read_given(device: torch.device, budget_nbytes: int | None, config: MemOptCo
             f"The plan {path} runs {plan.predicted.rebuilt_ops} ops a second time, and recompute=False allows none. Set "
             "recompute=True, or leave plan= out."
         )
+    for tier, nbytes in plan.in_tiers.items():
+        most = config.tier_budget_nbytes(tier, total_nbytes(tier, config.offload_to[1]))
+        if graph.computed and most is not None and nbytes > most:
+            raise InfeasibleError(
+                f"The plan {path} takes {nbytes} bytes in the {tier} tier, above {tier}_budget={config.budget_of(tier)!r}. Set "
+                f"{tier_budget((tier, nbytes))}, or leave plan= out.",
+                tiers={tier: nbytes},
+            )
     return ((plan, graph), None) if graph.computed else (None, Foreseen(path, plan, graph))
 
 

@@ -21,6 +21,7 @@ from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import StateParking
 from lightning_memopt.plan.model import Read
 from lightning_memopt.plan.states import Chunk, StateOf, may_be_parked, parked, priced
+from lightning_memopt.plan.tiers import taken
 from lightning_memopt.record import parameters_of
 from lightning_memopt.runtime.early_updates import ALLOWED, EarlyUpdates, Reason, of_step
 from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
@@ -28,17 +29,23 @@ from lightning_memopt.runtime.parked_gradients import ParkedGradients
 from lightning_memopt.runtime.parked_states import ParkedStates, parkable
 from lightning_memopt.runtime.state_chunks import chunks_of
 from lightning_memopt.runtime.tiers import Tier
+from lightning_memopt.runtime.tiers.shelf import on_shelf
 from lightning_memopt.session.measure.peak_meter import in_compiled_code
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.solve.rehearsal import rehearse
-from lightning_memopt.units import round_up
 
 Say = Callable[[str], None]
 _CHUNKED = (*ALLOWED, optim.Adamax, optim.RMSprop, optim.ASGD, optim.Rprop, optim.Adadelta)
 """Optimizers of torch that update each parameter by itself, and write to its own state alone."""
-_ALIGN_NBYTES = 4096
-"""Tiers give each tensor a multiple of this."""
+
+
+def _parking(name: str, tier: str, sizes: Sequence[int], seconds: float) -> StateParking:
+    """The parking of a parameter's state: tensors of these sizes. `seconds`: of their copies, out and back."""
+    tier_nbytes = sum(taken(tier, n) for n in sizes)
+    return StateParking(
+        parameter=name, tier=tier, nbytes=sum(sizes), copy_seconds=seconds, seconds=seconds, tier_nbytes=tier_nbytes
+    )
 
 
 class StatesAtRest(Part):
@@ -113,6 +120,11 @@ class StatesAtRest(Part):
             each.step_ended()
 
     @property
+    def tier_nbytes(self) -> int:
+        """Bytes of the tiers for what is parked."""
+        return sum(tier.capacity_nbytes for tier in self._depot) + sum(each.gradients_nbytes for each in self._parked)
+
+    @property
     def moved_nbytes(self) -> int:
         """Bytes that updates have moved, out and back."""
         return self._moved_nbytes + sum(each.moved_nbytes for each in self._parked)
@@ -134,12 +146,12 @@ class StatesAtRest(Part):
             return
         named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
         of_state, of_gradient = (_of(states, what, named) for what in get_args(Read))
-        tier, room = states[0].tier, sum(round_up(nbytes, _ALIGN_NBYTES) for nbytes in of_state.values())
+        tier, room = states[0].tier, sum(state.tier_nbytes for state in states if state.what == "state")
 
         def new_tier(name: str) -> Tier:
             return self.offloading.depots.tier(name, room)
 
-        self._depot = Depot({tier: new_tier(tier)}, more=new_tier)
+        self._depot = Depot(more=new_tier)  # what it refuses stays on the device
         for optimizer in self.optimizers:
             own = parameters_of(optimizer)
             state = {p: of_state[p] for p in own if p in of_state}
@@ -150,8 +162,12 @@ class StatesAtRest(Part):
 
     def _gradients(self, optimizer: optim.Optimizer, nbytes: Mapping[torch.Tensor, int]) -> ParkedGradients | None:
         """Gradients of parameters of this optimizer are parked from now on."""
+        if not nbytes:
+            return None
+        depots = self.offloading.depots
+        depots.make_room(self.offloading.tier, on_shelf(nbytes.values()))
         try:
-            return ParkedGradients(optimizer, nbytes, self.offloading.depots.directory, self._say) if nbytes else None
+            return ParkedGradients(optimizer, nbytes, depots.directory, self._say, depots.limit_nbytes)
         except OffloadError as error:
             if self._is_new(str(error)):
                 self._say(f"MemOpt: gradients that the plan parks stay on the device: {error}")
@@ -171,7 +187,7 @@ class StatesAtRest(Part):
             if timed:
                 rates = rates or self.offloading.rates  # measured only where they are needed
                 out, back = (sum(each(tier, n) for n in sizes) for each in (rates.out_seconds, rates.in_seconds))
-            parking = StateParking(parameter=name, tier=tier, nbytes=sum(sizes), copy_seconds=out + back, seconds=out + back)
+            parking = _parking(name, tier, sizes, out + back)
             state = StateOf(parking, tuple(map(rounded, sizes)) if is_there or not timed else (), back)
             other = found.get(name)  # of another optimizer
             found[name] = state if other is None else other.and_of(state)
@@ -185,14 +201,21 @@ class StatesAtRest(Part):
             if timed:
                 rates = rates or self.offloading.rates
                 out, back = rates.out_seconds(tier, p.nbytes), rates.in_seconds(tier, p.nbytes)
-            seconds = out + back
-            yield StateOf(
-                StateParking(
-                    parameter=name, what="gradient", tier=tier, nbytes=p.nbytes, copy_seconds=seconds, seconds=seconds
-                ),
-                (kind_of(graph.device).allocated_nbytes(p.nbytes),),
-                back,
-            )
+            nbytes = kind_of(graph.device).allocated_nbytes(p.nbytes)
+            yield StateOf(self._gradient(name, p, out + back), (nbytes,), back)
+
+    def _gradient(self, name: str, p: torch.Tensor, seconds: float) -> StateParking:
+        """The gradient of this parameter is parked, and its copies take so many seconds."""
+        tier, in_tier = self.offloading.tier, on_shelf([p.nbytes])
+        return StateParking(
+            parameter=name,
+            what="gradient",
+            tier=tier,
+            nbytes=p.nbytes,
+            tier_nbytes=in_tier,
+            copy_seconds=seconds,
+            seconds=seconds,
+        )
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters whose gradients are worth parking, if the device can read them in the tier, and their names."""
@@ -208,15 +231,11 @@ class StatesAtRest(Part):
 
     def all_of(self, rounded: Callable[[int], int]) -> tuple[StateParking, ...]:
         """All that can be parked, without seconds. `rounded`: bytes -> those that the device's allocator gives."""
-        nbytes: Counter[tuple[str, Read]] = Counter()
+        found: dict[str, list[int]] = {}
         for name, sizes, _ in self._each(rounded):
-            nbytes[name, "state"] += sum(sizes)
-        nbytes.update({(name, "gradient"): p.nbytes for name, p in self._parameters()})
-        tier = self.offloading.tier
-        return tuple(
-            StateParking(parameter=name, what=what, tier=tier, nbytes=n, copy_seconds=0.0, seconds=0.0)
-            for (name, what), n in nbytes.items()
-        )
+            found.setdefault(name, []).extend(sizes)
+        states = [_parking(name, self.offloading.tier, sizes, 0.0) for name, sizes in found.items()]
+        return *states, *(self._gradient(name, p, 0.0) for name, p in self._parameters())
 
     def _each(self, rounded: Callable[[int], int]) -> Iterator[tuple[str, list[int], bool]]:
         """The name of each parameter whose state can be parked, bytes of the tensors of it that one optimizer has or will make,

@@ -87,11 +87,18 @@ class WeightsAtRest(Part):
         try:
             for path in wanted:
                 if path not in self._parked.paths:
-                    self._parked.put(path, *wanted[path], self.offloading.depots.directory)
+                    depots = self.offloading.depots
+                    depots.make_room(self.offloading.tier, sum(w.nbytes for w in wanted[path][1]))
+                    self._parked.put(path, *wanted[path], depots.directory, depots.limit_nbytes)
         except OffloadError as error:
             if self._is_new(str(error)):
                 self._say(f"MemOpt: frozen weights that the plan parks stay on the device: {error}")
         self._parked.copy_ahead(weights)
+
+    @property
+    def tier_nbytes(self) -> int:
+        """Bytes that parked weights take in the tier."""
+        return 0 if self._parked is None else self._parked.tier_nbytes
 
     @property
     def moved_nbytes(self) -> int:

@@ -111,7 +111,7 @@ class Session:
         self._attachment: Attachment | None = None
         if self.enabled:
             refuse_sharded(model, self.device, self.budget_nbytes, config, self.say)
-            self._offloading.check()
+            self._offloading.check(self.say)
             blocks.compile(model)
             self._attachment = Attachment(model, self.optimizers, self.device, self.say)  # last: only `close` ends it
 

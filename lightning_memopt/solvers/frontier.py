@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph, fingerprint, resident_text
@@ -26,6 +27,7 @@ from lightning_memopt.plan import (
     simulate,
     updated,
 )
+from lightning_memopt.plan.tiers import tier_budgets_text
 from lightning_memopt.solvers.recompute import bound
 from lightning_memopt.units import format_nbytes
 
@@ -83,6 +85,7 @@ class Frontier:
     regions: what was decided for the step's compiled regions. It is part of each of these plans.
     tiles: the loss heads that run in tiles in the observed step, and so under each of these plans.
     states: the optimizer state that is parked in the step of this graph, and so under each of these plans.
+    tier_limits: the most bytes of each tier that a plan with all that is parked may take, with their names.
     others: plans made for the step without early updates, if early updates take time. They may need fewer early updates.
     cut_off: whether time ran out before the plans for few bytes were made. If so, smaller plans may exist.
     """
@@ -102,6 +105,7 @@ class Frontier:
     tiles: tuple[TiledHead, ...] = ()
     states: tuple[StateParking, ...] = ()
     weights: tuple[WeightParking, ...] = ()
+    tier_limits: tuple[tuple[str, int], ...] = ()
 
     @cached_property
     def reserve(self) -> Callable[[tuple[Life, ...]], int] | None:
@@ -147,17 +151,22 @@ class Frontier:
         """The best plan whose predicted peak is within the budget. Raises InfeasibleError, which names the smallest budget."""
         best = self._best(budget_nbytes)
         if best is None:
-            remedy = "Give the solver more seconds, set" if self.cut_off else "Set"
-            raise InfeasibleError(
-                f"No plan of this model fits {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}): the smallest one "
-                f"{f'of those that were found in {self.seconds:.2g} s ' if self.cut_off else ''}peaks at "
-                f"{self.smallest_nbytes} bytes ({format_nbytes(self.smallest_nbytes)}). In memory when a step begins: "
-                f"{resident_text(self.graph)}. "
-                f"{remedy} budget={self.smallest_nbytes} or more, or make the batch smaller.",
-                smallest_nbytes=self.smallest_nbytes,
-                budget_nbytes=budget_nbytes,
-            )
+            raise self.refusal(budget_nbytes)
         return best
+
+    def refusal(self, budget_nbytes: int, tiers: Mapping[str, int] = MappingProxyType({})) -> InfeasibleError:
+        """The error for a budget that no plan fits. `tiers`: the budget of a tier that would be enough, too."""
+        remedy = "Give the solver more seconds, set" if self.cut_off else "Set"
+        return InfeasibleError(
+            f"No plan of this model fits {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}): the smallest one "
+            f"{f'of those that were found in {self.seconds:.2g} s ' if self.cut_off else ''}peaks at "
+            f"{self.smallest_nbytes} bytes ({format_nbytes(self.smallest_nbytes)}). In memory when a step begins: "
+            f"{resident_text(self.graph)}. "
+            f"{remedy} budget={self.smallest_nbytes} or more{tier_budgets_text(tiers)}, or make the batch smaller.",
+            smallest_nbytes=self.smallest_nbytes,
+            budget_nbytes=budget_nbytes,
+            tiers=tiers,
+        )
 
     def bound_seconds(self, budget_nbytes: int) -> float:
         """No recomputation plan within the budget takes fewer extra seconds (`bound`)."""
@@ -185,7 +194,7 @@ class Frontier:
 
     def _whole(self, plan: Plan) -> Plan:
         """With all that was decided beside the lives."""
-        plan = replace(self._with_updates(plan), regions=self.regions, tiles=self.tiles)
+        plan = replace(self._with_updates(plan), regions=self.regions, tiles=self.tiles, tier_limits=self.tier_limits)
         return with_rest(plan, self.states, self.weights)
 
     def _plan(self, budget_nbytes: int) -> Plan:

@@ -212,7 +212,7 @@ def measure(name: str) -> None:
         raise SystemExit(f"the plain step of {name} fits {card.gib} GiB: the row shows nothing")
     torch.cuda.empty_cache()
     steps = 6 if card.tile == "off" else 8  # two more are observed
-    streams._available_nbytes = lambda: 1 << 40  # the host of such a card has room for all that rests, which nobody touches
+    streams.left_nbytes = lambda: 1 << 40  # the host of such a card has room for all that rests, which nobody touches
     mmap.MAP_ANONYMOUS |= _NO_RESERVE
     row = run(
         f"{name}, {card.gib} GiB",

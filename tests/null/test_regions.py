@@ -70,9 +70,10 @@ def test_a_file_has_the_regions(tmp_path: Path) -> None:
 def test_files_of_schema_5_have_none() -> None:
     plan, graph = planned()
     obj = json.loads(json.dumps(plan_to_json(plan, graph) | {"schema": 5}))
-    with pytest.raises(PlanFileError, match=r"unknown \['addresses', 'regions', 'states', 'tiles', 'weights'\]"):
+    with pytest.raises(PlanFileError, match=r"unknown \['addresses', 'regions', 'states', 'tiers', 'tiles', 'weights'\]"):
         plan_from_json(obj)
-    del obj["plan"]["regions"], obj["plan"]["addresses"], obj["plan"]["tiles"], obj["plan"]["states"], obj["plan"]["weights"]
+    for field in ("regions", "addresses", "tiles", "states", "weights", "tiers"):
+        del obj["plan"][field]
     assert plan_from_json(obj)[0] == replace(plan, regions=())
 
 

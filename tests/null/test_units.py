@@ -231,7 +231,42 @@ def test_cgroup_limit(tmp_path: Path, membership: str, files: dict[str, str], li
     assert units._cgroup_limit_nbytes(tmp_path / "membership", tmp_path / "fs") == limit
 
 
+@pytest.mark.parametrize(
+    ("membership", "files", "left"),
+    [
+        (
+            "0::/a/b\n",
+            {"a/b/memory.max": "4096", "a/b/memory.current": "4000", "a/b/memory.stat": "anon 1\ninactive_file 900\n"},
+            996,
+        ),
+        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "100", "a/memory.current": "30", "memory.max": "50"}, 70),
+        ("0::/a\n", {"a/memory.max": "100", "a/memory.current": "30", "memory.max": "90", "memory.current": "80"}, 10),
+        ("0::/a\n", {"a/memory.max": "100", "a/memory.current": "130"}, 0),
+        ("0::/a\n", {"a/memory.max": "100"}, None),  # what is in use is not said
+        ("0::/a\n", {"a/memory.max": "max", "a/memory.current": "7"}, None),
+        (
+            "4:memory:/a\n",
+            {
+                "memory/a/memory.limit_in_bytes": "77",
+                "memory/a/memory.usage_in_bytes": "70",
+                "memory/a/memory.stat": "inactive_file 60\ntotal_inactive_file 5\n",
+            },
+            12,
+        ),
+        ("", {}, None),
+    ],
+)
+def test_what_a_cgroup_has_left(tmp_path: Path, membership: str, files: dict[str, str], left: int | None) -> None:
+    """Pages of files that nobody has used for long make room."""
+    (tmp_path / "membership").write_text(membership)
+    for name, text in files.items():
+        path = tmp_path / "fs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert units.cgroup_left_nbytes(tmp_path / "membership", tmp_path / "fs") == left
+
+
 def test_infeasible_error_keeps_its_numbers_between_processes() -> None:
-    error = InfeasibleError("too small", smallest_nbytes=5, budget_nbytes=3)
+    error = InfeasibleError("too small", smallest_nbytes=5, budget_nbytes=3, tiers={"host": 7})
     back = pickle.loads(pickle.dumps(error))
-    assert (str(back), back.smallest_nbytes, back.budget_nbytes) == ("too small", 5, 3)
+    assert (str(back), back.smallest_nbytes, back.budget_nbytes, back.tiers) == ("too small", 5, 3, {"host": 7})

@@ -106,8 +106,9 @@ def test_a_file_of_schema_4_is_read_unless_its_step_updates_early() -> None:
     graph = random_step(random.Random(1), all_recomputable=True)
     obj = plan_to_json(plan_of(graph, ()), graph)
     obj["schema"] = 4
-    del obj["plan"]["regions"], obj["plan"]["addresses"], obj["plan"]["tiles"], obj["plan"]["states"], obj["plan"]["weights"]
-    del obj["plan"]["updates"], obj["plan"]["predicted"]["update_seconds"]
+    for field in ("regions", "addresses", "tiles", "states", "weights", "tiers", "updates"):
+        del obj["plan"][field]
+    del obj["plan"]["predicted"]["update_seconds"]
     plan, _ = plan_from_json(obj)
     assert plan.updates == () and plan.predicted.update_seconds == 0.0
     (parameter, *_) = (t.id for t in graph.tensors if t.kind == "parameter")

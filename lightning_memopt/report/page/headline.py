@@ -100,6 +100,11 @@ def section(record: RunRecord) -> Section:
         ]
         if plan.predicted.reserved_nbytes:
             rows.insert(2, ("reserved by the allocator at the peak", size(plan.predicted.reserved_nbytes), "predicted"))
+        limits = dict(plan.tier_limits)
+        for tier, nbytes in plan.in_tiers.items():
+            rows.append((f"taken in the {tier} tier", size(nbytes), "as planned"))
+            if tier in limits:
+                rows.append(("most that it may take there", size(limits[tier]), "given, or what the machine had left"))
         rows += _parked(record)
         rows.append(("plans put in force because of a measurement", count(record.replans), "counted"))
         rows.append(("plan by", Cell(f"{plan.solver}, {plan.solve_seconds:.1f} s"), ""))

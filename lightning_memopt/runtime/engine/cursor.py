@@ -19,6 +19,7 @@ class PlanDeviation:
     first: position and name of the first op that is not the plan's op at its position; None if there is no such op.
     aside: whether the deviating ops are all extra ops that read neither weights nor tensors with a gradient (a metric, a log).
     unplanned_nbytes: bytes of tensors that autograd saved and that the plan does not know.
+    unparked_nbytes: bytes of tensors that the plan parks, and that the tier has no room for.
     excess_nbytes: bytes by which recorded tensors are larger than the graph's tensors that they match.
     out_of_order: whether backward ran in another order than observed, ran only in part, or ran twice.
     changed: tensors of the plan from which rebuilds start and which were changed after the forward.
@@ -27,6 +28,7 @@ class PlanDeviation:
     first: tuple[int, str] | None = None
     aside: bool = True
     unplanned_nbytes: int = 0
+    unparked_nbytes: int = 0
     excess_nbytes: int = 0
     out_of_order: bool = False
     changed: set[int] = field(default_factory=set)

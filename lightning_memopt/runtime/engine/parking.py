@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_memopt.errors import OffloadError, UnsupportedError
+from lightning_memopt.errors import OffloadError, TierFullError, UnsupportedError
 from lightning_memopt.graph import BEFORE
 from lightning_memopt.plan.forms import EXACT, codec_of
 from lightning_memopt.record import Tape
@@ -41,6 +41,8 @@ class Parking:
         """(op, tensor): drop the tensor when this op has run. These tensors were packed after their fence, or this op packs
         them in a form that is not bit-identical.
         """
+        self._refused: set[int] = set()
+        """Tensors that the tier has no room for."""
         cursor.fence = program.fences[0][0] if program.fences else NEVER
         if depot is not None:
             depot.begins(program.graph.device)
@@ -92,20 +94,28 @@ class Parking:
         self._late.append((max(fence, position), tensor))
         self._cursor.fence = min(self._cursor.fence, self._late[-1][0])
 
-    def park(self, version: Version, t: torch.Tensor) -> None:
+    def park(self, version: Version, t: torch.Tensor) -> bool:
         """Begin to park the bytes of a version, in the form that the plan has for its tensor. They stay in memory until the
-        fence.
+        fence. Returns whether the tier has room for them.
         """
         tensor = version.holding.tensor
         assert tensor is not None
+        if tensor in self._refused:
+            return False
         if self.depot is None:
             raise OffloadError("this plan parks tensors, and there is nowhere to put them: give the engine a depot")
         planned = self._program.graph.tensors[tensor]
         with below_autograd():
             form = self._program.parked[tensor]
-            version.holding.park(ParkedTensor(self.depot, whole(t, planned.size), form, planned.name))
+            try:
+                version.holding.park(ParkedTensor(self.depot, whole(t, planned.size), form, planned.name))
+            except TierFullError:  # a forward more than the plan knows, and no further tier is allowed
+                self._refused.add(tensor)
+                self._cursor.deviation.unparked_nbytes += version.nbytes
+                return False
             if codec_of(form) in EXACT:
                 self._checks.note(version, t)
+            return True
 
     def pack(self, version: Version, t: torch.Tensor, save: int) -> bool:
         """Park a tensor that autograd saves, unless the plan's form is meant for another save. Returns whether it did."""
@@ -117,12 +127,13 @@ class Parking:
             return False  # a view of the memory as another type
         if not exact and not self._expects(save):
             return False
-        if holding.parked is None or not exact:  # if not exact, it stays until it is certain that this op is the plan's
+        before = holding.parked
+        if before is None and not self.park(version, t):
+            return False
+        if before is None or not exact:  # if not exact, it stays until it is certain that this op is the plan's
             holding.hold(t)
             self.active.add(holding.tensor)
             self._fence_after(holding.tensor, exact)
-        if holding.parked is None:
-            self.park(version, t)
         return True
 
     def _expects(self, save: int) -> bool:

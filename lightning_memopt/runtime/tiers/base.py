@@ -58,7 +58,12 @@ class Stored(Protocol):
 
 
 class Tier(Protocol):
-    """Memory of `capacity_nbytes` beside the device."""
+    """Memory of `capacity_nbytes` beside the device.
+
+    copied: times the copies, both out and back.
+    """
+
+    copied: Stopwatch
 
     @property
     def name(self) -> str: ...
@@ -69,10 +74,6 @@ class Tier(Protocol):
     @property
     def used_nbytes(self) -> int:
         """Bytes in use, each storage rounded up to the tier's alignment."""
-
-    @property
-    def copied(self) -> Stopwatch:
-        """Times the copies, both out and back."""
 
     def store(self, t: Tensor, what: str) -> Stored:
         """Begin to copy out `t`, a whole storage as flat uint8. `what` names it in errors. Raises TierFullError if the tier has

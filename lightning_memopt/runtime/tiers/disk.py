@@ -22,6 +22,7 @@ from lightning_memopt.device.places import current, on_host
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.record import uncompiled
 from lightning_memopt.runtime.tiers.base import buffer, check_flat, check_process, closed, full, usage
+from lightning_memopt.runtime.tiers.room import Room
 from lightning_memopt.runtime.tiers.scratch import Scratch
 from lightning_memopt.runtime.tiers.space import Piece, Space
 from lightning_memopt.runtime.tiers.staging import Staging
@@ -35,7 +36,8 @@ ALIGN_NBYTES = 4096
 class DiskTier:
     """A tier of `capacity_nbytes` in a nameless file in `directory` (None: the system's directory for temporary files).
 
-    Raises OffloadError if the file cannot be made.
+    `limit_nbytes`: the most bytes that this process may have in such tiers. Raises OffloadError for more than that, or if the
+    file cannot be made.
     """
 
     name = "disk"
@@ -47,10 +49,12 @@ class DiskTier:
         device: torch.device | str = "cpu",
         *,
         staging: tuple[Staging, Staging] | None = None,
+        limit_nbytes: int | None = None,
     ) -> None:
         self.device = torch.device(device)
         self._space = Space(capacity_nbytes, ALIGN_NBYTES)
         self.capacity_nbytes = self._space.capacity_nbytes
+        self._room = Room(self.name, self.capacity_nbytes, limit_nbytes)
         self.file = Scratch(self.capacity_nbytes, directory)
         self.copied = Stopwatch()
         if staging is None and not on_host(self.device):
@@ -97,6 +101,7 @@ class DiskTier:
                 self._closing = True  # writes that are still queued fail; all other copies end
             _end(*self._held)
             self._finalizer.detach()
+            self._room.give()
 
     def check(self, what: str) -> None:
         """Raise OffloadError in a forked process, or if the tier is closed."""

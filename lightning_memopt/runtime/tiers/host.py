@@ -23,6 +23,7 @@ from lightning_memopt.errors import OffloadError
 from lightning_memopt.record import uncompiled
 from lightning_memopt.runtime.tiers import streams as streams_module
 from lightning_memopt.runtime.tiers.base import check_flat, check_process, closed, full, usage
+from lightning_memopt.runtime.tiers.room import Room
 from lightning_memopt.runtime.tiers.space import Space
 from lightning_memopt.runtime.tiers.stopwatch import Stopwatch
 from lightning_memopt.runtime.tiers.streams import HostPool, marked, queued_on
@@ -33,19 +34,23 @@ ALIGN_NBYTES = 512
 class HostTier:
     """A tier of `capacity_nbytes` of page-locked host memory beside `device`.
 
-    `streams` has the classes of streams and events: torch's module of the device, unless a test passes another. Raises
-    OffloadError for more bytes than the machine has left.
+    `streams` has the classes of streams and events: torch's module of the device, unless a test passes another.
+    `limit_nbytes`: the most bytes that this process may have in such tiers. Raises OffloadError for more than that, or than the
+    machine has left.
     """
 
     name = "host"
 
-    def __init__(self, capacity_nbytes: int, device: torch.device | str, *, streams: Any = None) -> None:
+    def __init__(
+        self, capacity_nbytes: int, device: torch.device | str, *, streams: Any = None, limit_nbytes: int | None = None
+    ) -> None:
         self.device = torch.device(device)
         self.streams = streams or backend_of(self.device).streams
         self.copied = Stopwatch(event=partial(self.streams.Event, enable_timing=True))
         self._queues = streams is not None or not on_host(self.device)
         self._space = Space(capacity_nbytes, ALIGN_NBYTES)
         self.capacity_nbytes = self._space.capacity_nbytes
+        self._room = Room(self.name, self.capacity_nbytes, limit_nbytes)
         self._pool = HostPool(self.capacity_nbytes, self.device)
         self.out, self.back = self.streams.Stream(self.device), self.streams.Stream(self.device)
         self._pid = os.getpid()
@@ -84,6 +89,7 @@ class HostTier:
             self._holding.clear()
             self._closed = True
         self._pool.close()
+        self._room.give()
 
     def check(self, what: str) -> None:
         """Raise OffloadError in a forked process, or if the tier is closed."""

@@ -6,20 +6,19 @@ bits, only slower.
 
 from __future__ import annotations
 
-import mmap
+from collections.abc import Iterable
 
 import torch
 
 from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import OffloadError
+from lightning_memopt.plan.tiers import PAGE_NBYTES
 from lightning_memopt.runtime.tiers.base import buffer
+from lightning_memopt.runtime.tiers.room import Room
 from lightning_memopt.runtime.tiers.scratch import Scratch
 from lightning_memopt.runtime.tiers.streams import HostPool, copy
 from lightning_memopt.torch_private import storage_id
 from lightning_memopt.units import round_up
-
-ALIGN_NBYTES = mmap.ALLOCATIONGRANULARITY
-"""Each tensor begins on a page: a kernel may take another path for memory that is not aligned to 64 bytes, as torch's is."""
 
 AWAY: set[int] = set()
 """Identities of the storages that have a tier's memory now. Whoever gave it to them takes out those that are gone."""
@@ -30,23 +29,28 @@ def is_away(t: torch.Tensor) -> bool:
     return storage_id(t) in AWAY
 
 
-def room(sizes: list[int]) -> int:
-    """Bytes that tensors of these sizes take on a shelf."""
-    return sum(round_up(nbytes, ALIGN_NBYTES) for nbytes in sizes)
+def on_shelf(sizes: Iterable[int]) -> int:
+    """Bytes that tensors of these sizes take on a shelf. Each begins on a page: a kernel may take another path for memory that
+    is not aligned to 64 bytes, as torch's is.
+    """
+    return sum(round_up(nbytes, PAGE_NBYTES) for nbytes in sizes)
 
 
 class Shelf:
     """`nbytes` of such memory for `device` (see the module). `directory`: for files; None: the system's.
 
+    limit_nbytes: the most bytes that this process may have in such tiers.
+
     Raises OffloadError where it cannot be had.
     """
 
-    def __init__(self, nbytes: int, directory: str | None, device: torch.device) -> None:
+    def __init__(self, nbytes: int, directory: str | None, device: torch.device, limit_nbytes: int | None = None) -> None:
+        self._room = Room("disk" if on_host(device) else "host", nbytes, limit_nbytes)
         self._file = Scratch(nbytes, directory) if on_host(device) else None
         self._pool = None if on_host(device) else HostPool(nbytes, device)
         self._taken = 0
         if self._pool is not None and not self._pool.locked:
-            self._pool.close()
+            self.close()
             raise OffloadError(
                 f"{nbytes} bytes of host memory cannot be page-locked, and {device} reads no other; raise `ulimit -l`"
             )
@@ -59,7 +63,7 @@ class Shelf:
     def take(self, nbytes: int) -> int:
         """Where the next so many free bytes begin."""
         offset = self._taken
-        self._taken += round_up(nbytes, ALIGN_NBYTES)
+        self._taken += on_shelf([nbytes])
         return offset
 
     def put(self, flat: torch.Tensor, offset: int, what: str) -> memoryview:
@@ -90,6 +94,7 @@ class Shelf:
             self._file.close()
         if self._pool is not None:
             self._pool.close()
+        self._room.give()
 
 
 def storage_on(memory: memoryview) -> torch.Tensor:

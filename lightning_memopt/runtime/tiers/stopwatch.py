@@ -32,6 +32,10 @@ class Stopwatch:
         self._seconds = 0.0
         self._pairs: deque[tuple[Any, Any]] = deque()
 
+    def another(self) -> Stopwatch:
+        """A stopwatch of the same kind, at 0."""
+        return Stopwatch(self._clock, self._event)
+
     @contextlib.contextmanager
     def running(self, stream: Any = None) -> Iterator[None]:
         """Time the block; with a stream, the work that the block queues on it."""

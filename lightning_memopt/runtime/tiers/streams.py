@@ -18,9 +18,9 @@ from lightning_memopt.device.backends import backend_of, current_stream
 from lightning_memopt.device.places import current
 from lightning_memopt.errors import OffloadError, UnsupportedError
 from lightning_memopt.record.below import below_autograd
-from lightning_memopt.units import format_nbytes, host_memory_nbytes, round_up
+from lightning_memopt.units import cgroup_left_nbytes, format_nbytes, host_memory_nbytes, round_up
 
-_MEMINFO = Path("/proc/meminfo")
+_MEMINFO, _VERSION = Path("/proc/meminfo"), Path("/proc/version")
 
 
 def marked(streams: Any, stream: Any) -> Any:
@@ -78,7 +78,7 @@ class HostPool:
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        available_nbytes = _available_nbytes()
+        available_nbytes = left_nbytes()
         if nbytes > available_nbytes:
             raise OffloadError(
                 f"{nbytes} bytes ({format_nbytes(nbytes)}) of host memory were asked for, and {available_nbytes} bytes "
@@ -139,14 +139,26 @@ def _launch(device: torch.device) -> None:
     torch.ones(1, device=device)
 
 
-def _available_nbytes() -> int:
-    """Bytes of host memory that are left; all host memory if the system does not say how much is left."""
+def left_nbytes() -> int:
+    """Bytes of host memory that are left on this machine, in its container too; all host memory if the system does not say how
+    much is left. Under WSL, Windows locks only half of the memory.
+    """
     try:
         total = host_memory_nbytes()
     except UnsupportedError:
         return 1 << 62
+    left = [total // 2 if _is_wsl() else total]
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in _MEMINFO.read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("MemAvailable:"):
-                return min(total, int(line.split()[1]) * 1024)
-    return total
+                left.append(int(line.split()[1]) * 1024)
+    in_container = cgroup_left_nbytes()
+    return min(left if in_container is None else [*left, in_container])
+
+
+def _is_wsl() -> bool:
+    """Whether Linux runs inside Windows."""
+    try:
+        return "microsoft" in _VERSION.read_text(encoding="ascii", errors="replace").lower()
+    except OSError:
+        return False

@@ -10,6 +10,7 @@ from lightning_memopt.graph import fingerprint
 from lightning_memopt.runtime import PlannedEngine, Program
 from lightning_memopt.runtime.engine.cursor import PlanDeviation
 from lightning_memopt.session.judge.patience import PATIENCE
+from lightning_memopt.units import format_nbytes
 
 
 class Drift:
@@ -65,7 +66,7 @@ class Drift:
         if not missing and not deviation.unplanned_nbytes:
             self.matched = True
             self.in_a_row = 0
-            return larger
+            return self._tell_unparked(deviation.unparked_nbytes) or larger
         at, name = deviation.first or (at, "nothing more")
         planned = names[at] if at < len(names) else "nothing more"
         if given is not None:
@@ -87,3 +88,14 @@ class Drift:
             )
         self.deviated = True
         return True
+
+    def _tell_unparked(self, nbytes: int) -> bool:
+        """Warn about the first tensors that the tier has no room for. Returns whether there are any."""
+        if nbytes and not self.deviated:
+            warnings.warn(
+                f"MemOpt: the tier has no room for {format_nbytes(nbytes)} that the plan parks, as where a forward begins "
+                "before the backward of another one: they stay on the device. Memory rises, results do not change.",
+                stacklevel=4,
+            )
+        self.deviated = self.deviated or nbytes > 0
+        return nbytes > 0

@@ -63,7 +63,7 @@ def after_observing(state: Observing, graph: Graph, say: Say, solve: Solve) -> S
         say("MemOpt: that step shows no more than those before; the plan stays in force")
         before.past.again, before.past.outgrown.due = state.again, 0
         return before
-    frontier, plan, above = solve(planned)
+    frontier, plan, above, _ = solve(planned)
     past = Past(again=state.again, early_known=state.early_known, outgrown=state.outgrown)
     running = Running(plan, frontier.graph, frontier, past)
     if above is not None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -17,8 +17,10 @@ from lightning_memopt.graph import Graph, fingerprint
 from lightning_memopt.plan import Life, Plan, Prediction, simulate
 from lightning_memopt.plan.clocks import leaves_at
 from lightning_memopt.plan.forms import codec_of
+from lightning_memopt.plan.model import saved_in_tiers
 from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.plan.simulate import first_read
+from lightning_memopt.plan.tiers import Limits, within
 from lightning_memopt.runtime.codecs import codec
 from lightning_memopt.session import times
 from lightning_memopt.session.observe import costs
@@ -33,14 +35,19 @@ smallest plan takes too long.
 
 
 class Offloadable(Protocol):
-    """The forms in which tensors may be parked, and the rates of links and codecs (`Offloading`)."""
+    """The forms in which tensors may be parked, how much the tiers hold, and the rates of links and codecs (`Offloading`)."""
 
     config: MemOptConfig
     device: torch.device
 
     @property
+    def limits(self) -> Limits: ...
+    @property
+    def rests_nbytes(self) -> int: ...
+    @property
     def rates(self) -> MachineRates: ...
     def forms(self, graph: Graph) -> dict[int, list[joint.Form]]: ...
+    def more_helps(self, nbytes: int) -> bool: ...
 
 
 def peak_nbytes(graph: Graph, lives: tuple[Life, ...]) -> int:
@@ -66,11 +73,15 @@ class JointFrontier(Frontier):
     offloading: gives the forms, the rates and the seconds for solving.
     overhead: gives the seconds of the engine's own work under a plan's lives.
     least: the lives of the plan with the smallest peak.
+    limits: the most bytes that saved tensors may take in the tier.
+    rests_nbytes: the bytes that what rests takes there beside them.
     """
 
     offloading: Offloadable = field(kw_only=True)
     overhead: Callable[[tuple[Life, ...]], float] = field(kw_only=True)
     least: tuple[Life, ...] = field(kw_only=True)
+    limits: Limits = field(default_factory=dict, kw_only=True)
+    rests_nbytes: int = field(default=0, kw_only=True)
 
     @classmethod
     def of(
@@ -79,10 +90,13 @@ class JointFrontier(Frontier):
         """`overhead`: the seconds of the engine's own work; None: those that it takes on this machine."""
         graph = frontier.graph
         fields: dict[str, Any] = {name: getattr(frontier, name) for name in Frontier.__dataclass_fields__}
-        plans = (c.lives for c in frontier.candidates)
-        _, least = joint.least(graph, plans, offloading.forms(graph), lambda lives: peak_nbytes(graph, lives))
+        plans, limits = (c.lives for c in frontier.candidates), dict(offloading.limits)
+        _, least = joint.least(graph, plans, offloading.forms(graph), lambda lives: peak_nbytes(graph, lives), limits)
         own = overhead or costs.overhead(graph, offloading.device).of
-        found = cls(**fields, offloading=offloading, overhead=own, least=least)
+        fields["tier_limits"] = tuple((tier, n + offloading.rests_nbytes) for tier, n in limits.items())
+        found = cls(
+            **fields, offloading=offloading, overhead=own, least=least, limits=limits, rests_nbytes=offloading.rests_nbytes
+        )
         predicted = found._predicted(least, simulate(graph, least).predicted)  # one plan's: reserved bytes take long
         return replace(found, smallest_nbytes=min(frontier.smallest_nbytes, predicted.needed_nbytes + UNSEEN_NBYTES))
 
@@ -112,7 +126,7 @@ class JointFrontier(Frontier):
         except InfeasibleError:  # without a name: an error that its own frames name keeps what they hold from being freed
             together = self._joint(budget_nbytes)
             if together is None:
-                raise
+                raise self.refusal(budget_nbytes, self.tiers_for(budget_nbytes)) from None
             return self._planned(together, budget_nbytes)
         if not alone.predicted.rebuilt_ops:
             return alone  # the unmodified step fits
@@ -143,6 +157,10 @@ class JointFrontier(Frontier):
         """
         limit, began, bound = budget_nbytes - UNSEEN_NBYTES, perf_counter(), math.inf
         target, left_seconds = limit, worth(self.graph, self.offloading.config)
+        known = [("smallest", self.least)]
+        if peak_nbytes(self.graph, self.least) > limit:
+            found = self._parking_fewest(limit)
+            known += [("fewest parked", lives) for lives in found if within(saved_in_tiers(lives), self.limits)]
         for _ in range(_TRIES):
             solved = joint.solve_joint(
                 self.graph,
@@ -153,7 +171,8 @@ class JointFrontier(Frontier):
                 limit_seconds=left_seconds if self.reserve is None else left_seconds / 2,  # reserved bytes need another target
                 overhead=self.overhead,
                 clock=times.current.solver_clock(process_time),
-                smallest=self.least,
+                known=known,
+                limits=self.limits,
             )
             if solved is None:
                 break
@@ -163,11 +182,35 @@ class JointFrontier(Frontier):
             if solved.predicted.needed_nbytes <= limit:
                 return solved
             target -= solved.predicted.needed_nbytes - limit
-        predicted = simulate(self.graph, self.least, rates=self.offloading.rates).predicted
-        predicted = self._predicted(self.least, replace(predicted, overhead_seconds=self.overhead(self.least)))
-        if predicted.needed_nbytes > limit:
-            return None
-        return joint.Joint(self.least, predicted, "smallest", 0.0, perf_counter() - began)
+        for solver, lives in known:
+            predicted = simulate(self.graph, lives, rates=self.offloading.rates).predicted
+            predicted = self._predicted(lives, replace(predicted, overhead_seconds=self.overhead(lives)))
+            if predicted.needed_nbytes <= limit:
+                return joint.Joint(lives, predicted, solver, 0.0, perf_counter() - began)
+        return None
+
+    def _parking_fewest(self, limit_nbytes: int) -> Iterator[tuple[Life, ...]]:
+        """The lives of a plan that needs no more, and parks the fewest bytes in the tier; none if no plan does, whatever the
+        tier holds.
+        """
+        tier, target = next(iter(self.limits), ""), limit_nbytes
+        for _ in range(_TRIES if tier else 0):
+            plans = (c.lives for c in self.candidates)
+            needed = partial(peak_nbytes, self.graph)
+            found = joint.fewest_in_tier(self.graph, plans, self._forms, target, tier, needed)
+            if found is None:
+                return
+            excess = self._predicted(found, simulate(self.graph, found).predicted).needed_nbytes - limit_nbytes
+            if excess <= 0:
+                yield found
+                return
+            target -= excess
+
+    def tiers_for(self, budget_nbytes: int) -> dict[str, int]:
+        """The budget of the tier that is enough for this budget of the device; none if no tier is short."""
+        found = next(self._parking_fewest(budget_nbytes - UNSEEN_NBYTES), None)
+        taken = {} if found is None else {tier: n + self.rests_nbytes for tier, n in saved_in_tiers(found).items()}
+        return taken if all(map(self.offloading.more_helps, taken.values())) else {}
 
     def _predicted(self, lives: tuple[Life, ...], predicted: Prediction) -> Prediction:
         """The prediction with the workspaces of codecs and the bytes that the device's allocator reserves."""

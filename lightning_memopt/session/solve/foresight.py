@@ -24,12 +24,14 @@ from lightning_memopt.native import counter_of
 from lightning_memopt.native.engine import maker
 from lightning_memopt.plan import Machine
 from lightning_memopt.plan.side_streams import with_pools
+from lightning_memopt.plan.tiers import tier_budgets_text
 from lightning_memopt.record import parameters_of
 from lightning_memopt.session import times
 from lightning_memopt.session.observe.final_gradients import Final
 from lightning_memopt.session.observe.graphs import MADE, pieces, requests_for, smoothed, with_state
 from lightning_memopt.session.observe.observation import Observation
 from lightning_memopt.session.observe.resident import state_made
+from lightning_memopt.session.parking.joint_frontier import JointFrontier
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.solve.foreseen import Foreseen
 from lightning_memopt.session.solve.machine import machine_of
@@ -39,6 +41,9 @@ from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.rollout import keep_all
 from lightning_memopt.torch_private import local_tensor
 from lightning_memopt.units import format_nbytes
+
+_IF = " (if the loop holds nothing more from one step to the next)"
+Parked = Callable[[Graph, bool], tuple[Graph, int]]
 
 Say = Callable[[str], None]
 
@@ -66,7 +71,7 @@ class Foresight:
         say: Say,
         others: Sequence[torch.optim.Optimizer],
         savable: Callable[[Graph, bool], int],
-        parked: Callable[[Graph], Graph],
+        parked: Parked,
     ) -> None:
         """Before the first update of an observed step: rehearse it. Does nothing before later ones. `others`: optimizers of
         other sessions. `savable`, `parked`: as for `refuse_infeasible`.
@@ -332,7 +337,7 @@ def refuse_infeasible(
     known: bool,
     later: Later,
     savable: Callable[[Graph, bool], int],
-    parked: Callable[[Graph], Graph],
+    parked: Parked,
 ) -> None:
     """Before the first update: raise InfeasibleError where no plan of the steps that come keeps the budget.
 
@@ -342,7 +347,8 @@ def refuse_infeasible(
     later: what other optimizers may still make. It is asked only where the budget is refused.
     savable: `savable(graph, surely)` gives the bytes that running in another way (compiled, in tiles) would save, at most or
         surely. It is asked only where the step does not fit.
-    parked: gives the step of a graph with the optimizer's state in a tier. It is asked only where no other plan fits.
+    parked: gives the step of a graph with what rests in a tier, and its bytes there; `parked(graph, True)`: with more of it
+        than the tier has room for. It is asked only where no other plan fits.
     """
     headroom, machine = offloading.config.headroom, machine_of(offloading.device)
     plain_nbytes = unmodified_peak(graph, machine)
@@ -352,41 +358,72 @@ def refuse_infeasible(
     smallest_nbytes = _smallest_nbytes(graph, offloading, machine, budget_nbytes - headroom) + headroom
     if smallest_nbytes <= budget_nbytes or smallest_nbytes - savable(graph, False) <= budget_nbytes:
         return
-    if (step := parked(graph)) is not graph:
+    whole, (step, rests_nbytes) = graph, parked(graph, False)
+    if step is not graph:
         graph = step
-        smallest_nbytes = _smallest_nbytes(graph, offloading, machine, budget_nbytes - headroom) + headroom
+        with offloading.beside(rests_nbytes):
+            smallest_nbytes = _smallest_nbytes(graph, offloading, machine, budget_nbytes - headroom) + headroom
         if smallest_nbytes <= budget_nbytes:
             return
     surely_nbytes = savable(graph, True)
     needed = smallest_nbytes - surely_nbytes
     strangers = later.strangers()
     later_nbytes = later.nbytes(strangers)
-    at_worst_nbytes = _smallest_nbytes(at_worst(graph), offloading, machine) + headroom - surely_nbytes
+    with offloading.beside(rests_nbytes):
+        at_worst_nbytes = _smallest_nbytes(at_worst(graph), offloading, machine) + headroom - surely_nbytes
     enough = max(needed, at_worst_nbytes) + later_nbytes + planner.UNSEEN_NBYTES
+    left_nbytes = budget_nbytes - headroom - later_nbytes - planner.UNSEEN_NBYTES
+    tiers, surely = dict[str, int](), True
+    if offloading.limits and known:
+        all_parked, taken_nbytes = parked(whole, True)
+        tiers = _tiers_for(at_worst(all_parked), taken_nbytes, offloading, machine, left_nbytes)
+        if not tiers:
+            surely, tiers = False, _tiers_for(all_parked, taken_nbytes, offloading, machine, left_nbytes)
     unknown = "" if known else " What the update takes is not known before one has run, and comes on top."
     follows = (
         " What other optimizers do after this update has not run yet, and may need more." if later.follow(strangers) else ""
     )
+    in_tier = tier_budgets_text(tiers) + (_IF if tiers and not surely else "")
     made = ", and for what other optimizers make" if later_nbytes else ""
     none = " No plan is smaller than the unmodified step." if needed >= plain_nbytes + headroom else ""
     updated = "No optimizer of this run has stepped" if strangers else "Nothing was updated"
     spare = f" and headroom of {format_nbytes(headroom)}" if headroom else ""
     raise InfeasibleError(
         f"No plan of this model fits {budget_nbytes} bytes ({format_nbytes(budget_nbytes)}). Set budget={enough} "
-        f"or more ({format_nbytes(enough)}), or make the batch smaller. This number has {format_nbytes(needed - headroom)} for "
-        f"the smallest plan of this step{spare}, and {format_nbytes(enough - needed)} for what a loop may hold from one step "
+        f"or more ({format_nbytes(enough)}){in_tier}, or make the batch smaller. "
+        f"{'The first' if tiers else 'This'} number has {format_nbytes(needed - headroom)} for the smallest plan of this "
+        f"step{spare}, and {format_nbytes(enough - needed)} for what a loop may hold from one step "
         f"to the next{made}.{none}{unknown}{follows} In memory when a step begins: {resident_text(graph)}. {updated}.",
         smallest_nbytes=enough,
         budget_nbytes=budget_nbytes,
+        tiers=tiers,
     )
+
+
+def _tiers_for(graph: Graph, rests_nbytes: int, offloading: Offloading, machine: Machine, limit_nbytes: int) -> dict[str, int]:
+    """The budget of the tier with which a plan needs no more; nothing if none does, or if the tier is not too small.
+    `rests_nbytes`: what is parked in the step of this graph, beside saved tensors.
+    """
+    with offloading.beside(rests_nbytes):
+        frontier = _widened(graph, offloading, machine)
+    if not isinstance(frontier, JointFrontier):
+        return {}
+    if frontier.smallest_nbytes > limit_nbytes:
+        return frontier.tiers_for(limit_nbytes)
+    is_short = rests_nbytes > (offloading.limit_nbytes or 0) and offloading.more_helps(rests_nbytes)
+    return {offloading.tier: rests_nbytes} if is_short else {}
 
 
 def _smallest_nbytes(graph: Graph, offloading: Offloading, machine: Machine, enough_nbytes: int = 0) -> int:
     """Bytes of the smallest plan, or of a plan that needs at most `enough_nbytes`."""
     if not offloading.wanted:
         return planner.smallest_nbytes(graph, machine, enough_nbytes)
+    return _widened(graph, offloading, machine).smallest_nbytes
+
+
+def _widened(graph: Graph, offloading: Offloading, machine: Machine) -> planner.Frontier:
     clock, config, graph = times.current.solver_clock(thread_time), offloading.config, smoothed([graph])
     solved = planner.solve(
         graph, machine, limit_seconds=config.solver_seconds, search_seconds=worth(graph, config), clock=clock
     )
-    return offloading.widened(solved).smallest_nbytes
+    return offloading.widened(solved)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from lightning_memopt import logs
@@ -12,7 +13,8 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.device.determinism import is_tuned
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import COMPILED, Graph
-from lightning_memopt.plan import Machine, Plan
+from lightning_memopt.plan import Machine, Plan, tiers_text
+from lightning_memopt.plan.tiers import tier_budgets_text
 from lightning_memopt.session import times
 from lightning_memopt.session.measure.peak_meter import spoil_open_meters
 from lightning_memopt.session.observe import costs
@@ -35,11 +37,13 @@ class Solved(NamedTuple):
     frontier: all plans that were made.
     plan: the one to put in force.
     above: a warning's text, where no plan is within the limit and the plan is the smallest; else None.
+    tiers: budgets of tiers with which a plan would be.
     """
 
     frontier: planner.Frontier
     plan: Plan
     above: str | None
+    tiers: Mapping[str, int] = MappingProxyType({})
 
 
 def plan_for(
@@ -60,7 +64,7 @@ def plan_for(
         frontier = known.frontier(limit_nbytes, priced, say)
     if frontier is None:
         frontier = frontier_of(graph, offloading, say, machine, limit_nbytes, () if known is None else known.plans)
-    plan, above = chosen(frontier, graph, limit_nbytes, offloading.config, say)
+    plan, above, tiers = chosen(frontier, graph, limit_nbytes, offloading.config, say)
     rates = offloading.measured
     if rates is not None and offloading.tier and plan.predicted.rebuilt_ops and not plan.parks:
         link = rates.links[offloading.tier]
@@ -69,7 +73,7 @@ def plan_for(
             f"MemOpt: no saved tensor is parked in the {offloading.tier} tier: no plan that parks was found to be faster than "
             f"recomputation alone. Copies were measured: {out} a second out, {back} back"
         )
-    return Solved(frontier, plan, above)
+    return Solved(frontier, plan, above, tiers)
 
 
 def frontier_of(
@@ -116,7 +120,7 @@ def say_in_force(say: Say, plan: Plan, frontier: planner.Frontier, graph: Graph)
         f"MemOpt: plan in force: predicted peak {format_nbytes(plan.predicted.needed_nbytes)} of "
         f"{format_nbytes(plan.budget_nbytes)}, {before} {format_nbytes(unmodified_nbytes)}; extra "
         f"{1e3 * plan.predicted.seconds:.1f} ms a step, no plan below {1e3 * plan.lower_bound_seconds:.1f} ms; "
-        f"solved in {frontier.seconds:.1f} s"
+        f"solved in {frontier.seconds:.1f} s{f'; {tiers_text(plan)}' if plan.in_tiers else ''}"
     )
     return unmodified_nbytes
 
@@ -139,14 +143,14 @@ def _tuned_nbytes(graph: Graph) -> int:
 
 def chosen(
     frontier: planner.Frontier, graph: Graph, limit_nbytes: int | None, config: MemOptConfig, say: Say
-) -> tuple[Plan, str | None]:
-    """The plan for `limit_nbytes` (None: the smallest that `max_slowdown` allows), and None. Where no plan fits: the smallest
-    plan, and a warning's text.
+) -> tuple[Plan, str | None, Mapping[str, int]]:
+    """The plan for `limit_nbytes` (None: the smallest that `max_slowdown` allows), None, and nothing. Where no plan fits: the
+    smallest plan, a warning's text, and budgets of tiers with which one would.
 
     Raises InfeasibleError where no plan fits and `on_exceed` is "raise". Otherwise training goes on, because parameters have
     been updated already.
     """
-    is_above = False
+    is_above, tiers = False, dict[str, int]()
     try:
         if limit_nbytes is None:
             plan = frontier.smallest_plan(most_extra_seconds(graph, config))
@@ -155,7 +159,7 @@ def chosen(
     except InfeasibleError as error:
         if config.on_exceed == "raise" or error.smallest_nbytes is None:
             raise
-        is_above = True  # not the error, whose frames would hold the batch
+        is_above, tiers = True, error.tiers  # not the error, whose frames would hold the batch
         plan = frontier.plan(error.smallest_nbytes)
     compiled = any(op.name == COMPILED for op in graph.ops)
     unmodified_nbytes = say_in_force(say, plan, frontier, graph)  # where memory is reserved, it takes long to count
@@ -167,10 +171,11 @@ def chosen(
     if config.verbose:
         _detail(f"the plan is by {plan.solver}")
     if is_above:
-        return plan, (
+        above = (
             f"the budget is not kept: no plan of this step fits {limit_nbytes} bytes. The smallest one is in force. Set "
-            f"{budget_for(plan.budget_nbytes, config)}. {advice(graph, plan.lives, config)}"
+            f"{budget_for(plan.budget_nbytes, config)}{tier_budgets_text(tiers)}. {advice(graph, plan.lives, config)}"
         )
+        return plan, above, tiers
     if limit_nbytes is None and plan.budget_nbytes > frontier.smallest_nbytes:
         say(
             f"MemOpt: smaller plans, down to {format_nbytes(frontier.smallest_nbytes)}, would take more than "
@@ -179,4 +184,4 @@ def chosen(
     if frontier.searched and frontier.smallest_nbytes >= unmodified_nbytes:
         step = "step as it is compiled now" if compiled else "unmodified step"
         say(f"MemOpt: no plan is smaller than the {step}. {advice(graph, plan.lives, config)}")
-    return plan, None
+    return plan, None, {}

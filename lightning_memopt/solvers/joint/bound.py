@@ -1,21 +1,24 @@
 """A lower bound on the seconds of every plan that rebuilds, offloads and compresses, by a Lagrangian relaxation at one point.
 
 At one point of the step, a tensor that is needed later is on the device, or encoded there, or in a tier, or rebuilt later.
-Bytes of the device and seconds of each direction of the link get prices. Every held tensor then takes its cheapest form, and a
-minimum cut decides which tensors are held. This is exact for the given prices, and a lower bound for every plan. The prices
-that prove the most are found by cutting planes (Kelley, 1960). The proof: docs/formulation.md, "The joint bound".
+Bytes of the device and of limited tiers, and seconds of each direction of the link, get prices. Every held tensor then takes
+its cheapest form, and a minimum cut decides which tensors are held. This is exact for the given prices, and a lower bound for
+every plan. The prices that prove the most are found by cutting planes (Kelley, 1960). The proof: docs/formulation.md, "The
+joint bound".
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from ortools.linear_solver import pywraplp
 
 from lightning_memopt.graph import Graph, base_levels, unmodified_levels, workspaces
 from lightning_memopt.plan.clocks import TransferRates, leaves_at
 from lightning_memopt.plan.forms import codec_of, tier_of
+from lightning_memopt.plan.tiers import Limits, taken
 from lightning_memopt.solvers.offload.trips import Form
 from lightning_memopt.solvers.recompute.bound import requirements
 
@@ -36,11 +39,13 @@ class Prices:
     byte: the price of a byte on the device.
     out: the price of a second of copies from the device, at most 1.
     back: the price of a second of copies to the device, at most 1.
+    tiers: the price of a byte in each tier that has a limit.
     """
 
     byte: float
     out: float
     back: float
+    tiers: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +77,17 @@ class FormCost:
             stays=0 if tier else size,
         )
 
+    def taken(self, tier: str) -> int:
+        """The bytes that are taken in this tier."""
+        return taken(*self.form) if tier_of(self.form[0]) == tier else 0
+
     def seconds(self, at: Prices) -> float:
         """The cost at these prices. Links carry copies while the device encodes and decodes, so the time of codecs counts
         less.
         """
         codec = (1 - at.out) * self.encode + (1 - at.back) * self.decode
-        return codec + at.out * self.out + at.back * self.back + at.byte * self.stays
+        tiers = sum(price * self.taken(tier) for tier, price in at.tiers.items())
+        return codec + at.out * self.out + at.back * self.back + at.byte * self.stays + tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +100,7 @@ class Relaxed:
     seconds: the part of the cost that does not depend on prices.
     nbytes: bytes on the device, which `Prices.byte` multiplies.
     out, back: seconds of copies beyond those that the links have time for anyway, which `Prices.out` and `.back` multiply.
+    above: bytes in each limited tier beyond its limit, which `Prices.tiers` multiply.
     """
 
     held: frozenset[int]
@@ -99,13 +110,17 @@ class Relaxed:
     nbytes: int
     out: float
     back: float
+    above: Mapping[str, int]
 
 
 class Relaxation:
     """The relaxation at one point of the step: `cheapest` solves it for given prices, `dearest` finds the best prices."""
 
-    def __init__(self, graph: Graph, point: int, forms: Forms, rates: TransferRates) -> None:
+    def __init__(
+        self, graph: Graph, point: int, forms: Forms, rates: TransferRates, limits: Limits = MappingProxyType({})
+    ) -> None:
         self.graph = graph
+        self.limits = limits
         self.problem = requirements(graph, point)
         self.natural_nbytes = base_levels(graph)[point] + workspaces(graph)[point]
         unpacks = sorted((p, s.tensor) for s in graph.saves for p in s.unpacked_at)
@@ -137,17 +152,19 @@ class Relaxation:
                     hold_seconds[t], cheapest_form[t] = seconds, cost
         cut = self.problem.minimum_cut(at.byte, hold_seconds.__getitem__, 1.0 - at.back)
         parked = {t: cheapest_form[t] for t in cut.held if t in cheapest_form}
+        tiers = sum(at.tiers.get(tier, 0.0) * most for tier, most in self.limits.items())
         kept_nbytes = sum(graph.tensors[t].nbytes for t in cut.held if t not in parked)
         encode = sum(cost.encode for cost in parked.values())
         decode = sum(cost.decode for cost in parked.values())
         return Relaxed(
             held=cut.held,
             parked={t: cost.form for t, cost in parked.items()},
-            value_seconds=cut.value_seconds - at.out * self.before - at.back * self.after,
+            value_seconds=cut.value_seconds - at.out * self.before - at.back * self.after - tiers,
             seconds=cut.seconds + encode + decode,
             nbytes=kept_nbytes + sum(cost.stays for cost in parked.values()),
             out=sum(cost.out for cost in parked.values()) - encode - self.before,
             back=sum(cost.back for cost in parked.values()) - decode - cut.seconds - self.after,
+            above={tier: sum(c.taken(tier) for c in parked.values()) - most for tier, most in self.limits.items()},
         )
 
     def dearest(self, budget_nbytes: int) -> tuple[float, Relaxed | None]:
@@ -157,7 +174,7 @@ class Relaxation:
         if not total or not self.problem.total_nbytes:
             return 0.0, None
         unit = total / self.problem.total_nbytes
-        master = _Master(total, unit, room)
+        master = _Master(total, unit, room, tuple(self.limits))
         at, proved, best = Prices(0.3 * unit, 0.0, 0.0), 0.0, None
         for _ in range(_ROUNDS):
             relaxed = self.cheapest(at)
@@ -176,26 +193,29 @@ class _Master:
     A linear programme; its costs are shares of the step's seconds.
     """
 
-    def __init__(self, total: float, unit: float, room: int) -> None:
-        self._total, self._unit, self._room = total, unit, room
+    def __init__(self, total: float, unit: float, room: int, limited: Sequence[str]) -> None:
+        self._total, self._unit, self._room, self._limited = total, unit, room, limited
         self._solver = pywraplp.Solver.CreateSolver("GLOP")
         self._value = self._solver.NumVar(-self._solver.infinity(), self._solver.infinity(), "value")
-        self._prices = [self._solver.NumVar(0.0, most, "price") for most in (_DEAREST, 1.0, 1.0)]
+        highest = (_DEAREST, 1.0, 1.0, *(_DEAREST for _ in limited))
+        self._prices = [self._solver.NumVar(0.0, most, "price") for most in highest]
         self._solver.Maximize(self._value)
 
     def add(self, relaxed: Relaxed) -> tuple[Prices, float]:
         """Add a solution as a plane. Returns the next prices to try, and an upper limit on the seconds that any prices can
         prove.
         """
-        slopes = ((relaxed.nbytes - self._room) * self._unit, relaxed.out, relaxed.back)
+        above = (relaxed.above[tier] * self._unit for tier in self._limited)
+        slopes = ((relaxed.nbytes - self._room) * self._unit, relaxed.out, relaxed.back, *above)
         row = self._solver.Constraint(-self._solver.infinity(), relaxed.seconds / self._total)
         row.SetCoefficient(self._value, 1.0)
         for price, slope in zip(self._prices, slopes, strict=True):
             row.SetCoefficient(price, -slope / self._total)
         if self._solver.Solve() != pywraplp.Solver.OPTIMAL:
             return Prices(0.0, 0.0, 0.0), 0.0
-        byte, out, back = (max(0.0, price.solution_value()) for price in self._prices)
-        return Prices(byte * self._unit, min(1.0, out), min(1.0, back)), self._value.solution_value() * self._total
+        byte, out, back, *tiers = (max(0.0, price.solution_value()) for price in self._prices)
+        of_tiers = {tier: price * self._unit for tier, price in zip(self._limited, tiers, strict=True)}
+        return Prices(byte * self._unit, min(1.0, out), min(1.0, back), of_tiers), self._value.solution_value() * self._total
 
 
 def points(graph: Graph, budget_nbytes: int) -> list[int]:
@@ -216,9 +236,16 @@ def points(graph: Graph, budget_nbytes: int) -> list[int]:
 
 
 def bound(
-    graph: Graph, budget_nbytes: int, forms: Forms, rates: TransferRates, limit_seconds: float, clock: Callable[[], float]
+    graph: Graph,
+    budget_nbytes: int,
+    forms: Forms,
+    rates: TransferRates,
+    limit_seconds: float,
+    clock: Callable[[], float],
+    limits: Limits = MappingProxyType({}),
 ) -> tuple[float, list[tuple[Relaxation, Relaxed]]]:
-    """Seconds that every plan within the budget takes at least: the largest bound of as many points as there is time for.
+    """Seconds that every plan within the budget and the limits of tiers takes at least: the largest bound of as many points as
+    there is time for.
 
     Also, for each point with a bound above 0, its relaxation and the solution at the best prices.
     """
@@ -226,7 +253,7 @@ def bound(
     proved, solutions = 0.0, []
     for p in points(graph, budget_nbytes):
         try:
-            relaxation = Relaxation(graph, p, forms, rates)
+            relaxation = Relaxation(graph, p, forms, rates, limits)
             seconds, relaxed = relaxation.dearest(budget_nbytes)
         except ValueError:  # a tensor is needed there that no op can make
             continue

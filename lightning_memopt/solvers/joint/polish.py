@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, product
+from types import MappingProxyType
 
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life, simulate
 from lightning_memopt.plan.clocks import TransferRates
 from lightning_memopt.plan.forms import tier_of
+from lightning_memopt.plan.tiers import Limits, within
 from lightning_memopt.solvers.joint.bound import Forms
-from lightning_memopt.solvers.offload.trips import Trip, TripPlanner, send_away
+from lightning_memopt.solvers.offload.trips import Trip, TripPlanner, send_away, trips_in_tiers
 
 _FEW = 6
 """If there are at most this many points at which a trip can begin or end, all are tried; else the nearest, the first and the
@@ -81,9 +83,10 @@ def polished(
     rates: TransferRates,
     limit_seconds: float,
     clock: Callable[[], float],
+    limits: Limits = MappingProxyType({}),
 ) -> list[Trip]:
-    """The best trips within the budget that can be reached from `trips` by such changes. `lives` are those of the plan without
-    trips.
+    """The best trips within the budget and the limits of tiers that can be reached from `trips` by such changes. `lives` are
+    those of the plan without trips.
     """
     began = clock()
     polish = _Polish(graph, lives, trips, forms, rates)
@@ -108,6 +111,7 @@ def polished(
                 if (
                     tried != polish.trips
                     and polish.may(tried.values())
+                    and within(trips_in_tiers(tried.values()), limits)
                     and max(polish.planner.levels(tried.values())) <= budget_nbytes
                 ):
                     seconds = polish.seconds(tried)

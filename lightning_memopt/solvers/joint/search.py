@@ -16,17 +16,21 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from lightning_memopt.clocks import process_time
 from lightning_memopt.graph import Graph, unmodified_levels
-from lightning_memopt.plan import Life, LoweringError, Prediction, Rebuild, Timeline, lower, simulate
+from lightning_memopt.plan import Life, LoweringError, Prediction, Timeline, simulate
 from lightning_memopt.plan.clocks import TransferRates
-from lightning_memopt.plan.forms import EXACT, TIERS, codec_of, tier_of
+from lightning_memopt.plan.forms import TIERS, codec_of, tier_of
+from lightning_memopt.plan.model import saved_in_tiers
+from lightning_memopt.plan.tiers import Limits, within
 from lightning_memopt.solvers.joint.bound import Forms, Prices, Relaxation, Relaxed, bound
 from lightning_memopt.solvers.joint.choice import chosen
+from lightning_memopt.solvers.joint.least import allowed, fewest_in_tier
 from lightning_memopt.solvers.joint.polish import polished
 from lightning_memopt.solvers.offload.policies import POLICIES
-from lightning_memopt.solvers.offload.trips import Form, Trip, TripPlanner, send_away
+from lightning_memopt.solvers.offload.trips import Form, Trip, TripPlanner, brought_home, send_away
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
 from lightning_memopt.units import ceil_div
 
@@ -72,18 +76,6 @@ class Joint:
         return max(0.0, 1.0 - self.bound_seconds / seconds) if seconds > 0 else 0.0
 
 
-def _allowed(graph: Graph, lives: Iterable[Life], forms: Forms) -> dict[int, Sequence[Form]]:
-    """The forms, without inexact ones for tensors that a rebuild reads."""
-    read = {
-        t
-        for steps in lower(graph, lives).segments.values()
-        for step in steps
-        if isinstance(step, Rebuild)
-        for t in graph.ops[step.op].inputs
-    }
-    return {t: [f for f in offered if t not in read or codec_of(f[0]) in EXACT] for t, offered in forms.items()}
-
-
 def _accepted(trips: Iterable[Trip], forms: Forms) -> Iterator[Trip]:
     """Trips in allowed forms: in their own form, or else in the first allowed one of the same kind. Other trips are left
     out.
@@ -103,35 +95,6 @@ def _kind(form: str) -> tuple[bool, bool]:
     return bool(codec_of(form)), bool(tier_of(form))
 
 
-class _Instant:
-    """Rates by which links and codecs take no time, so that tensors are parked for as long as possible."""
-
-    def out_seconds(self, tier: str, nbytes: int) -> float:
-        return 0.0
-
-    in_seconds = encode_seconds = decode_seconds = out_seconds
-
-
-def least(
-    graph: Graph, plans: Iterable[Lives], forms: Forms, needed: Callable[[Lives], int] | None = None
-) -> tuple[int, Lives]:
-    """The fewest bytes that one of these plans needs, and its lives, if every tensor that can be parked is, in its smallest
-    form and for as long as possible. `needed`: gives the bytes that a plan needs; by default its peak.
-    """
-    needed = needed or (lambda lives: simulate(graph, lives).predicted.peak_nbytes)
-    candidates = []
-    for lives in (keep_all(graph), *plans):
-        planner, allowed = TripPlanner(graph, lives, _Instant()), _allowed(graph, lives, forms)
-        chosen = {t: min(allowed[t], key=_device_nbytes) for t in planner.gaps if allowed.get(t)}
-        sent = send_away(lives, planner.plan(chosen))
-        candidates.append((needed(sent), sent))
-    return min(candidates, key=lambda candidate: candidate[0])
-
-
-def _device_nbytes(form: Form) -> int:
-    return 0 if tier_of(form[0]) else form[1]
-
-
 class _Search:
     """The best plan so far."""
 
@@ -143,8 +106,10 @@ class _Search:
         limit_seconds: float,
         clock: Callable[[], float],
         overhead: Callable[[Lives], float],
+        limits: Limits,
     ) -> None:
         self.graph, self.budget_nbytes, self.rates, self.overhead = graph, budget_nbytes, rates, overhead
+        self.limits = limits
         self.limit_seconds = limit_seconds
         self.best: Joint | None = None
         self.origin: tuple[Lives, Sequence[Trip]] = (), ()
@@ -165,10 +130,11 @@ class _Search:
         return self.best is not None and seconds >= self.best.predicted.seconds
 
     def consider(self, solver: str, lives: Lives, trips: Sequence[Trip] = ()) -> Timeline:
-        """Price the lives with these trips, and keep the plan if it is the best so far. Returns its timeline."""
+        """Price the lives with these trips, and keep the plan if it fits and is the best so far. Returns its timeline."""
         with_trips = send_away(lives, trips)
         line = simulate(self.graph, with_trips, rates=self.rates)
-        if line.predicted.peak_nbytes <= self.budget_nbytes and not self._loses(line.predicted.seconds):
+        fits = line.predicted.peak_nbytes <= self.budget_nbytes and within(saved_in_tiers(with_trips), self.limits)
+        if fits and not self._loses(line.predicted.seconds):
             predicted = replace(line.predicted, overhead_seconds=self.overhead(with_trips))
             if not self._loses(predicted.seconds):
                 self.best = Joint(with_trips, predicted, solver, 0.0, 0.0)
@@ -183,7 +149,7 @@ class _Search:
         line = self.consider(solver, lives)
         if max(line.nbytes) <= self.budget_nbytes or self._loses(line.predicted.seconds):
             return  # it fits as it is, or its rebuilds alone already take too long
-        planner, allowed = TripPlanner(self.graph, lives, self.rates), _allowed(self.graph, lives, forms)
+        planner, may = TripPlanner(self.graph, lives, self.rates), allowed(self.graph, lives, forms)
         parked = first
         if parked is None:
             key = lives, share, id(forms)
@@ -193,19 +159,29 @@ class _Search:
             again = line.predicted.seconds
             below = self.best.predicted.seconds - again if self.best is not None and again else None
             target = int(share * self.budget_nbytes)
-            parked = chosen(self.graph, planner, line.nbytes, target, allowed, self.rates, _CHOICE_SECONDS, below)
-        parked = {t: form for t, form in (parked or {}).items() if t in planner.gaps and form in allowed.get(t, ())}
+            args = self.graph, planner, line.nbytes, target, may, self.rates, _CHOICE_SECONDS, below, self.limits
+            parked = chosen(*args)
+        parked = {t: form for t, form in (parked or {}).items() if t in planner.gaps and form in may.get(t, ())}
         trips = planner.within(parked, self.budget_nbytes) if parked else None
         if trips is not None:
             self.consider(f"{solver}, {len(trips)} parked", lives, trips)
+
+    def consider_fewest(self, forms: Forms, plans: Sequence[Lives]) -> None:
+        """Consider the plans that take the fewest bytes of a tier, and improve the best of them."""
+        for tier in self.limits:
+            lives = fewest_in_tier(self.graph, plans, forms, self.budget_nbytes, tier)
+            if lives is not None:
+                self.consider("fewest parked", *brought_home(self.graph, lives))
+        self.polish(forms)
 
     def polish(self, forms: Forms) -> None:
         """Improve the best plan by changing single trips, as long as that helps."""
         lives, trips = self.origin
         if self.best is not None and trips:
             left = max(0.0, min(_POLISH_SHARE * self.limit_seconds, self.limit_seconds - self.seconds))
-            allowed = _allowed(self.graph, lives, forms)
-            better = polished(self.graph, lives, trips, self.budget_nbytes, allowed, self.rates, left, self.clock)
+            may = allowed(self.graph, lives, forms)
+            args = self.graph, lives, trips, self.budget_nbytes, may, self.rates, left, self.clock, self.limits
+            better = polished(*args)
             self.consider(self.best.solver, lives, better)
 
     def policies(self, forms: Forms, recompute: bool) -> None:
@@ -220,7 +196,7 @@ class _Search:
                     if not trips:
                         self.consider(name, lives)
                         continue
-                    trips = list(_accepted(trips, _allowed(self.graph, lives, forms)))
+                    trips = list(_accepted(trips, allowed(self.graph, lives, forms)))
                     parked = {trip.gap.tensor: (trip.form, trip.parked_nbytes) for trip in trips}
                     fits = TripPlanner(self.graph, lives, self.rates).within(parked, self.budget_nbytes, planned=trips)
                     if fits is not None:
@@ -301,13 +277,15 @@ def _search(search: _Search, forms: Forms, plans: Iterable[tuple[str, Lives]], r
     plain, both = _of(forms, (_TIER, _CODEC)), _of(forms, (_TIER, _CODEC, _BOTH))
     search.policies(plain, recompute)
     for alone in (_of(forms, (kind,)) for kind in (_TIER, _CODEC)) if recompute else ():
-        only = _Search(graph, budget_nbytes, rates, ALONE_SHARE * search.limit_seconds, search.clock, search.overhead)
+        seconds = ALONE_SHARE * search.limit_seconds
+        only = _Search(graph, budget_nbytes, rates, seconds, search.clock, search.overhead, search.limits)
         _search(only, alone, (), recompute=False)
         if only.best is not None:
             search.consider(only.best.solver, *only.origin)
     proved, priced = 0.0, list[tuple[Relaxation, Relaxed]]()
     if recompute:
-        proved, priced = bound(graph, budget_nbytes, forms, rates, _BOUND_SHARE * search.limit_seconds, search.clock)
+        seconds = _BOUND_SHARE * search.limit_seconds
+        proved, priced = bound(graph, budget_nbytes, forms, rates, seconds, search.clock, search.limits)
 
     def starts() -> Iterator[tuple[_Start, Forms]]:
         """Starts with their forms. Starts for which nothing must be chosen come first."""
@@ -344,16 +322,20 @@ def solve_joint(
     limit_seconds: float = 30.0,
     clock: Callable[[], float] = process_time,
     overhead: Callable[[Lives], float] = lambda _: 0.0,
-    smallest: Lives | None = None,
+    known: Iterable[tuple[str, Lives]] = (),
+    limits: Limits = MappingProxyType({}),
 ) -> Joint | None:
-    """The fastest plan found within the budget; None if none fits. `plans`: plans that only recompute, with rising peaks.
-    `recompute`: if False, no op runs again, and no bound is proven. `clock`: measures the time limit, which holds once a plan
-    was found. `smallest`: the lives of a plan, which may also park.
+    """The fastest plan found within the budget and the limits of tiers; None if none fits. `plans`: plans that only recompute,
+    with rising peaks. `recompute`: if False, no op runs again, and no bound is proven. `clock`: measures the time limit, which
+    holds once a plan was found. `known`: plans that may also park.
     """
-    search = _Search(graph, budget_nbytes, rates, limit_seconds, clock, overhead)
-    if smallest is not None:
-        search.consider("smallest", smallest)
-    proved = _search(search, forms, plans, recompute)
+    search = _Search(graph, budget_nbytes, rates, limit_seconds, clock, overhead, limits)
+    recomputing = list(plans)
+    for solver, lives in known:
+        search.consider(solver, *brought_home(graph, lives))
+    proved = _search(search, forms, recomputing, recompute)
+    if search.best is None:
+        search.consider_fewest(forms, [lives for _, lives in recomputing] if recompute else [])
     if search.best is None:
         return None
     return replace(search.best, bound_seconds=proved, seconds=search.seconds)

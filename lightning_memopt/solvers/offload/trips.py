@@ -19,6 +19,7 @@ from lightning_memopt.plan import Life, Rebuild, Schedule, lower, simulate
 from lightning_memopt.plan.clocks import TransferRates, leaves_at
 from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.plan.simulate import encoded
+from lightning_memopt.plan.tiers import taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,34 @@ def send_away(lives: Iterable[Life], trips: Iterable[Trip]) -> tuple[Life, ...]:
         cut_lives.append(replace(life, freed_at=trip.gone_at))
         cut_lives.append(replace(life, born_at=trip.back_at, how="fetch", form=trip.form, parked_nbytes=trip.parked_nbytes))
     return tuple(sorted(cut_lives, key=lambda life: (life.tensor, life.born_at)))
+
+
+def trips_in_tiers(trips: Iterable[Trip]) -> dict[str, int]:
+    """Tier -> the bytes that these trips take there."""
+    nbytes: dict[str, int] = {}
+    for trip in trips:
+        if tier := tier_of(trip.form):
+            nbytes[tier] = nbytes.get(tier, 0) + taken(trip.form, trip.parked_nbytes)
+    return nbytes
+
+
+def brought_home(graph: Graph, lives: Iterable[Life]) -> tuple[tuple[Life, ...], list[Trip]]:
+    """The lives of a plan without its trips, and the trips: what `send_away` was given."""
+    home: dict[int, Life] = {}
+    gone: dict[int, tuple[int, Life]] = {}
+    others: list[Life] = []
+    for life in lives:
+        if life.how == "original":
+            home[life.tensor] = life
+        elif life.how == "fetch":
+            gone[life.tensor] = home[life.tensor].freed_at, life
+            home[life.tensor] = replace(home[life.tensor], freed_at=life.freed_at)
+        else:
+            others.append(life)
+    together = tuple(sorted((*home.values(), *others), key=lambda life: (life.tensor, life.born_at)))
+    found = gaps(graph, together)
+    trips = [Trip(found[t], at, life.born_at, life.form, life.parked_nbytes) for t, (at, life) in gone.items()]
+    return together, trips
 
 
 class TripPlanner:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from lightning_memopt import optimize
 from lightning_memopt.bench.subject import Training
+from lightning_memopt.fitting.allowed import config_of
 from lightning_memopt.fitting.answer import Fit, answered
 from lightning_memopt.fitting.cards import cards_of, of_the_host
 from lightning_memopt.fitting.found import OFFLOAD
 from lightning_memopt.fitting.sources import of_training
-from lightning_memopt.fitting.techniques import config_of
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.runtime import install_native
 from lightning_memopt.runtime.tiers.shelf import is_away

@@ -19,13 +19,13 @@ from lightning_memopt import optimize
 from lightning_memopt.bench.subject import Training
 from lightning_memopt.cli import main
 from lightning_memopt.errors import ConfigError
+from lightning_memopt.fitting.allowed import config_of
 from lightning_memopt.fitting.answer import Fit, answered
 from lightning_memopt.fitting.cards import cards_of, of_the_host
 from lightning_memopt.fitting.found import EARLY, TILES
 from lightning_memopt.fitting.options import Options
 from lightning_memopt.fitting.recording import record
 from lightning_memopt.fitting.sources import of_training, source_of
-from lightning_memopt.fitting.techniques import config_of
 from lightning_memopt.fitting.tiling import InTiles, recorded_in_tiles
 from lightning_memopt.graph import Graph, unmodified_levels
 from lightning_memopt.session.tiling import Tiling

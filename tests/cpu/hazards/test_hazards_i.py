@@ -220,8 +220,8 @@ def test_i13_a_tier_that_is_closed_meanwhile(stepped: Stepped) -> None:
             loss.backward(retain_graph=True)
 
 
-def test_i10_i11_what_does_not_fit_is_refused_before_bytes_are_lost(tmp_path: Path) -> None:
-    """P14: the tier never grows; the step that asks for more is refused with the numbers, and what is away stays right."""
+def test_i10_i11_what_does_not_fit_stays_on_the_device(tmp_path: Path) -> None:
+    """P14: the tier never grows; what it has no room for stays, and is counted."""
     model, (batch,) = small(width=64, depth=4), batches(1)
     one = Stepped(model, lambda: loss_of(model, batch))
     expected, program = one.step(), one.away()
@@ -232,12 +232,8 @@ def test_i10_i11_what_does_not_fit_is_refused_before_bytes_are_lost(tmp_path: Pa
         one.depot.close()
         one.depot = Depot({"disk": DiskTier(room, tmp_path)})
         for _ in range(3):
-            if room < needed:
-                with pytest.raises(OffloadError, match=r"no room for \d+ bytes.*of .* in use"):
-                    one.step(program)
-                gc.collect()
-            else:
-                assert same(expected, one.step(program))
+            assert same(expected, one.step(program))
+            assert (one.deviation.unparked_nbytes > 0) is (room < needed)
             assert one.used_nbytes() == 0
     one.depot.close()
     with pytest.raises(OffloadError, match="left on this machine"):

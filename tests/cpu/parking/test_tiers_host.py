@@ -253,6 +253,25 @@ def test_an_unlock_that_fails_is_no_error_of_the_next_op(monkeypatch: Any) -> No
     driver.kernel()
 
 
+def test_what_is_left_of_the_hosts_memory(monkeypatch: Any, tmp_path: Any) -> None:
+    """As the system says it, at most what the container has left, and half of the memory under WSL."""
+    (tmp_path / "meminfo").write_text("MemTotal:  100 kB\nMemAvailable:  80 kB\n")
+    (tmp_path / "linux").write_text("Linux version 6.1.0 (gcc)")
+    (tmp_path / "wsl").write_text("Linux version 5.15.90.1-microsoft-standard-WSL2")
+    monkeypatch.setattr(streams_module, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(streams_module, "host_memory_nbytes", lambda: 100 << 10)
+    for version, container, left in (
+        ("linux", None, 80),
+        ("linux", 70, 70),
+        ("wsl", None, 50),
+        ("wsl", 40, 40),
+        ("none", 90, 80),
+    ):
+        monkeypatch.setattr(streams_module, "_VERSION", tmp_path / version)
+        monkeypatch.setattr(streams_module, "cgroup_left_nbytes", lambda n=container: n and n << 10)
+        assert streams_module.left_nbytes() == left << 10
+
+
 def test_more_host_memory_than_there_is_left_is_refused(monkeypatch: Any, tmp_path: Any) -> None:
     """I11: before anything runs, instead of a process that is killed."""
     with pytest.raises(OffloadError, match=r"1\d+ bytes .* of host memory were asked for, and \d+ bytes"):

@@ -44,7 +44,9 @@ def in_order(model: nn.Sequential) -> list[WeightParking]:
     """Each layer is copied while the one before it computes: in the forward the one below, in backward the one above."""
     paths = ["", *(path for path, _ in model.named_children()), ""]
     return [
-        WeightParking(module=path, tier="disk", nbytes=1, beside=(paths[i], paths[i + 2]), copy_seconds=0.0, seconds=0.0)
+        WeightParking(
+            module=path, tier="disk", nbytes=1, tier_nbytes=4096, beside=(paths[i], paths[i + 2]), copy_seconds=0.0, seconds=0.0
+        )
         for i, path in enumerate(paths[1:-1])
     ]
 

@@ -110,6 +110,8 @@ VALUES = {
     "max_slowdown": ("1.5", 1.5),
     "recompute": ("false", False),
     "offload": ("disk:/tmp", "disk:/tmp"),
+    "host_budget": ("null", None),
+    "disk_budget": ("50%", "50%"),
     "compress": ("lossless", "lossless"),
     "objective": ("throughput", "throughput"),
     "optimizer_in_backward": ("auto", "auto"),
