@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn, optim
@@ -87,7 +88,7 @@ def scaled_data(parked: Parked) -> None:
     for each in (parked.model, parked.twin):
         for p in each.parameters():
             assert p.grad is not None
-            p.grad.data.numpy()[:] *= 3
+            p.grad.data.mul_(3)
 
 
 def zeroed(parked: Parked) -> None:
@@ -97,7 +98,7 @@ def zeroed(parked: Parked) -> None:
 
 @pytest.mark.parametrize("write", [clipped, scaled, scaled_data, zeroed, Parked.backward])
 def test_a_gradient_that_is_away_is_written(parked: Parked, write: Callable[[Parked], None]) -> None:
-    """In its place: by clipping, a loop, `.data` and NumPy, `zero_grad`, another backward. It stays away."""
+    """In its place: by clipping, a loop, `.data`, `zero_grad`, another backward. It stays away."""
     assert parked.away() == 4 and parked.is_same()
     write(parked)
     assert parked.away() == 4 and parked.is_same()
@@ -245,6 +246,53 @@ def test_an_interrupt_in_a_copy_loses_nothing(monkeypatch: pytest.MonkeyPatch, a
     assert parked.away() == 4 and parked.is_same()
     parked.gradients.close()
     assert parked.is_same()
+
+
+# -- memory that was handed out --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.SGD])
+def test_an_array_of_a_gradient_keeps_its_memory(kind: Callable[..., optim.Optimizer]) -> None:
+    """It shows what the update writes, and keeps its bits when the next gradient and the end of the parking come."""
+    parked = Parked(kind)
+    arrays = [gradient.numpy() for gradient, _ in parked.pairs]
+    with parked.gradients.there(list(parked.model.parameters())):
+        scaled(parked)
+    plain = [gradient.numpy() for _, gradient in parked.pairs]
+    assert all(map(np.array_equal, arrays, plain)) and parked.is_same()
+    for each in (parked.model, parked.twin):
+        each.zero_grad()
+    parked.backward()
+    assert all(map(np.array_equal, arrays, plain)) and parked.away() == 4
+    again = [gradient.numpy() for gradient, _ in parked.pairs]
+    parked.gradients.park()
+    parked.gradients.close()
+    assert all(map(np.array_equal, arrays, plain)) and parked.is_same() and not parked.away()
+    assert all(np.shares_memory(array, gradient.numpy()) for array, (gradient, _) in zip(again, parked.pairs, strict=True))
+    assert parked.said == [
+        "MemOpt: gradients that the plan parks: others have the memory of some (`numpy()`), which stay where they are"
+    ]
+
+
+def test_an_array_that_is_taken_in_an_update_keeps_its_memory(parked: Parked) -> None:
+    with parked.gradients.there(list(parked.model.parameters())):
+        arrays = [gradient.numpy() for gradient, _ in parked.pairs]
+    assert not parked.away()
+    scaled(parked)
+    assert all(np.array_equal(array, plain.numpy()) for array, (_, plain) in zip(arrays, parked.pairs, strict=True))
+    parked.gradients.park()
+    assert not parked.away()
+
+
+def test_a_gradient_in_the_memory_of_an_array_stays(parked: Parked) -> None:
+    arrays = []
+    for p, q in zip(parked.model.parameters(), parked.twin.parameters(), strict=True):
+        arrays.append(np.zeros(tuple(p.shape), np.float32))
+        p.grad, q.grad = torch.from_numpy(arrays[-1]), torch.zeros_like(q)
+    parked.backward()
+    assert not parked.away()
+    for array, q in zip(arrays, parked.twin.parameters(), strict=True):
+        assert q.grad is not None and np.array_equal(array, q.grad.numpy())
 
 
 # -- a run -----------------------------------------------------------------------------------------
