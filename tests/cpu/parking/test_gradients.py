@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -199,6 +200,23 @@ def test_a_forked_process_keeps_what_it_had(parked: Parked) -> None:
         assert p.grad is not None
         p.grad.mul_(2)
     assert parked.away() == 4
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the system does not list descriptors and maps there")
+def test_a_gradient_that_is_away_takes_no_descriptor(parked: Parked) -> None:
+    """A process may have few of them. And its pages are unmapped with it."""
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_bytes().count(b"(deleted)")
+
+    before, descriptors = mapped(), len(os.listdir("/proc/self/fd"))
+    other = Parked()
+    assert other.away() == 4 and mapped() > before
+    assert len(os.listdir("/proc/self/fd")) == descriptors + 1  # its file
+    other.model.zero_grad()
+    assert mapped() == before
+    other.gradients.close()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_a_full_disk_keeps_gradients_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
