@@ -449,3 +449,20 @@ def test_a_line_and_the_plan_name_gradients() -> None:
     saved = {life.tensor: life.parked_nbytes for life in status.plan.lives if life.how == "fetch"}
     parked_nbytes = sum(saved.values()) + sum(state.nbytes for state in status.plan.states)
     assert status.plan.predicted.tier_nbytes == parked_nbytes and status.plan.predicted.moved_nbytes == 2 * parked_nbytes
+
+
+def test_a_later_run_counts_the_state_that_an_earlier_one_had_parked() -> None:
+    model = net()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    weights = sum(p.nbytes for p in model.parameters())
+    for set_to_none in (False, True):
+        with optimize(model, optimizer, budget="min", **NEVER) as run:
+            for _ in range(6):
+                model(torch.randn(64, 128)).square().mean().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none)
+            status = run.status()
+        assert status.plan is not None and status.measured_peak_nbytes is not None
+        assert status.plan.unmodified_peak_nbytes > 4 * weights  # with gradients and two states
+        assert weights < status.measured_peak_nbytes <= status.plan.predicted_peak_nbytes
