@@ -20,7 +20,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -90,8 +89,9 @@ class _Place:
         self._beside = storage_on(memory)
         self._away_at, self._here_at = self._beside.data_ptr(), 0
         if not self.has(gradient):
-            gone = partial(_forget, storage_id(flat))
-            self._storage = weakref.ref(gradient.untyped_storage(), gone)
+            self._storage = weakref.ref(gradient.untyped_storage())
+            # also if somebody gives it other memory; another storage may get this identity
+            weakref.finalize(gradient.untyped_storage(), AWAY.discard, storage_id(flat)).atexit = False
         self._leave(flat, gradient._version)
 
     def _leave(self, flat: torch.Tensor, version: int) -> None:
@@ -145,6 +145,12 @@ class _Place:
                 self._native.exchange(flat, home)
             AWAY.discard(storage_id(flat))
         self._here_at = 0
+
+    def forget(self) -> None:
+        """The gradient that has this place is on the device, whoever has brought it there (`resize_`)."""
+        storage = self._storage()
+        if storage is not None:
+            AWAY.discard(storage._cdata)
 
 
 class ParkedGradients:
@@ -238,6 +244,7 @@ class ParkedGradients:
         with self._lock, below_autograd(), unwatched():
             for place in self.places.values():
                 place.bring_home()
+                place.forget()
 
     def close(self) -> None:
         """G4. May be called again: gradients for which there is no room raise, and stay in the tier."""
@@ -250,10 +257,6 @@ class ParkedGradients:
         if what not in self._said:
             self._said.add(what)
             self._say(f"MemOpt: gradients that the plan parks: {what}")
-
-
-def _forget(storage: int, _: Any) -> None:
-    AWAY.discard(storage)
 
 
 def parks_gradient_of(p: torch.Tensor) -> bool:

@@ -154,6 +154,26 @@ def test_nothing_is_remembered_of_gradients_that_are_gone() -> None:
     parked.gradients.close()
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_a_gradient_that_is_resized_is_not_away_for_ever(held: bool) -> None:
+    """Torch gives it other memory; nobody tells us."""
+    parked = Parked()
+    gradients = [gradient for gradient, _ in parked.pairs]
+    before = len(AWAY)
+    for gradient in gradients:
+        gradient.resize_(256, 128).resize_(128, 128)
+    assert parked.is_same()
+    if held:
+        parked.model.zero_grad()
+        parked.model(torch.randn(16, 128)).square().mean().backward()  # the next ones have their places
+        parked.model.zero_grad()
+        parked.gradients.close()
+        del gradient, gradients
+    else:
+        parked.gradients.close()
+    assert len(AWAY) == before - 4
+
+
 def test_gradients_that_have_no_memory_of_their_own_stay() -> None:
     """Parts of one tensor, as the backward of `cat` makes them; sparse ones; ones that have a history."""
 
