@@ -10,16 +10,17 @@ G3. A parameter has one place in the tier. A gradient that somebody still holds 
     before its place is written.
 G4. At the end of a run all gradients are on the device again, in memory of torch's allocator, as far as it has room for them.
     The others keep their place in the tier as long as they live.
+G5. Memory that was handed out (`numpy()`) stays where it is, and its bytes with it: nothing is written to its place any more.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from lightning_memopt.native import counter_of
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import fills, is_plain, uncompiled, unwatched
 from lightning_memopt.record.below import below_autograd
-from lightning_memopt.record.tensors import bytes_of, in_shared_memory
+from lightning_memopt.record.tensors import bytes_of, in_shared_memory, is_foreign
 from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, on_shelf, storage_on
 from lightning_memopt.runtime.tiers.streams import copy, freed_in_order
 from lightning_memopt.torch_private import gradient_of, storage_id
@@ -49,6 +50,7 @@ def may_be_parked(gradient: torch.Tensor | None) -> bool:
         and gradient.nbytes > 0
         and not gradient.requires_grad
         and not in_shared_memory(gradient)
+        and not is_foreign(gradient)
     )
 
 
@@ -88,8 +90,9 @@ class _Place:
         self._beside = storage_on(memory)
         self._away_at, self._here_at = self._beside.data_ptr(), 0
         if not self.has(gradient):
-            gone = partial(_forget, storage_id(flat))
-            self._storage = weakref.ref(gradient.untyped_storage(), gone)
+            self._storage = weakref.ref(gradient.untyped_storage())
+            # also if somebody gives it other memory; another storage may get this identity
+            weakref.finalize(gradient.untyped_storage(), AWAY.discard, storage_id(flat)).atexit = False
         self._leave(flat, gradient._version)
 
     def _leave(self, flat: torch.Tensor, version: int) -> None:
@@ -102,7 +105,7 @@ class _Place:
 
     def fetch(self, gradient: torch.Tensor) -> int:
         """The gradient is on the device, for work on the current stream. Returns the bytes that were copied."""
-        if not self.is_away(gradient):
+        if not self.is_away(gradient) or is_foreign(gradient):  # G5
             return 0
         flat = bytes_of(gradient)
         counter = counter_of(flat.device)
@@ -120,6 +123,9 @@ class _Place:
         """The gradient is away again. `changed`: it may have been written where no version counter shows it."""
         if not self._here_at or not self.has(gradient) or gradient.untyped_storage().data_ptr() != self._here_at:
             return
+        if is_foreign(gradient):  # G5
+            self._here_at, self._beside = 0, _NOTHING
+            return
         if changed or gradient._version != self._version:
             self.park(gradient)  # G2
         else:
@@ -133,9 +139,13 @@ class _Place:
         storage = self._storage()
         if storage is not None and storage.data_ptr() == self._away_at:
             flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            home = torch.empty_like(flat)
-            home.copy_(flat)
-            self._native.exchange(flat, home)
+            if is_foreign(flat):  # G5
+                pages = flat[:: mmap.PAGESIZE]
+                pages.copy_(pages.clone())  # pages that are written are no longer those of the file
+            else:
+                home = torch.empty_like(flat)
+                home.copy_(flat)
+                self._native.exchange(flat, home)
             AWAY.discard(storage_id(flat))
         self._here_at = 0
 
@@ -144,6 +154,12 @@ class _Place:
         storage = self._storage()
         if storage is not None:
             weakref.finalize(storage, _nothing, run).atexit = False
+
+    def forget(self) -> None:
+        """The gradient that has this place is on the device, whoever has brought it there (`resize_`)."""
+        storage = self._storage()
+        if storage is not None:
+            AWAY.discard(storage._cdata)
 
 
 class ParkedGradients:
@@ -194,6 +210,8 @@ class ParkedGradients:
 
     def _park(self, p: torch.Tensor) -> None:
         gradient = gradient_of(p)
+        if gradient is not None and is_plain(gradient) and is_foreign(gradient):
+            self._tell("others have the memory of some (`numpy()`), which stay where they are")
         if gradient is None or not may_be_parked(gradient) or gradient.device != p.device:
             return
         with self._lock, below_autograd(), unwatched():
@@ -257,6 +275,7 @@ class ParkedGradients:
             for key in keys:
                 try:
                     self.places[key].bring_home()
+                    self.places[key].forget()
                 except torch.OutOfMemoryError:
                     all_there = False
                     self.places[key].outlives(self._shelf)
@@ -270,10 +289,6 @@ class ParkedGradients:
 
 def _nothing(_: Any) -> None:
     pass
-
-
-def _forget(storage: int, _: Any) -> None:
-    AWAY.discard(storage)
 
 
 def parks_gradient_of(p: torch.Tensor) -> bool:

@@ -196,6 +196,7 @@ class ParkedStates:
         self._say = say
         self._said: set[str] = set()
         self._updating = 0
+        self._stays = False  # what is fetched is not parked again
         self._lock = threading.RLock()
         self._nbytes = {id(p): nbytes for p, nbytes in parameters.items()}
         self._gradients = gradients
@@ -232,11 +233,15 @@ class ParkedStates:
         self._fetch(self.parameters)
 
     def _fetch(self, parameters: Iterable[torch.Tensor]) -> None:
-        with self._update():
-            for p in parameters:
-                state = self.optimizer.state.get(p)
-                if type(state) is ParkedState:
-                    self.optimizer.state[p] = state.plain()
+        self._stays = True
+        try:
+            with self._update():
+                for p in parameters:
+                    state = self.optimizer.state.get(p)
+                    if type(state) is ParkedState:
+                        self.optimizer.state[p] = state.plain()
+        finally:
+            self._stays = False
         for device in {p.device for p in parameters}:
             wait_on_host(device)
 
@@ -385,8 +390,8 @@ class ParkedStates:
         with below_autograd(), unwatched():
             state.coming[name] = False
             if not t.untyped_storage().nbytes():  # else a copy may still be writing to this memory
-                # an observed step has its state already
-                with contextlib.nullcontext() if counter is None else counter.hidden():
+                # an observed step has its state already; what stays is counted as all memory of the loop
+                with contextlib.nullcontext() if counter is None or self._stays else counter.hidden():
                     t.untyped_storage().resize_(stored.nbytes)
             stored.fetch(bytes_of(t))
             state.coming[name] = True

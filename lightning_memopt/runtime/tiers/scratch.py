@@ -8,11 +8,13 @@ lock keeps seek and read together.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
 import tempfile
 import threading
+import weakref
 
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.units import format_nbytes
@@ -76,12 +78,14 @@ class Scratch:
                 raise OSError(errno.EIO, f"the file ends {len(into)} bytes before what was written to it")
             into, offset = into[n:], offset + n
 
-    def pages(self, nbytes: int, offset: int = 0) -> mmap.mmap:
+    def pages(self, nbytes: int, offset: int = 0) -> memoryview:
         """The file from `offset` on, a multiple of `mmap.ALLOCATIONGRANULARITY`, as memory, also after the file is closed. What
         is written to the file shows in the memory; who writes to the memory changes that page alone. Raises OffloadError.
         """
         try:
-            return mmap.mmap(self._file.fileno(), nbytes, access=mmap.ACCESS_COPY, offset=offset)
+            if os.name == "posix":
+                return _private(self._file.fileno(), nbytes, offset)
+            return memoryview(mmap.mmap(self._file.fileno(), nbytes, access=mmap.ACCESS_COPY, offset=offset))
         except OSError as error:
             raise OffloadError(
                 f"{nbytes} bytes of a file cannot be mapped: {error.strerror}; raise `ulimit -v`, or set offload='none'"
@@ -103,3 +107,27 @@ class Scratch:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _private(file: int, nbytes: int, offset: int) -> memoryview:
+    """Private pages of a file. `mmap.mmap` keeps a descriptor for each of them, of which a process has only 1024 on many
+    systems, and the loop needs its own.
+    """
+    address = _LIBC.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, file, offset)
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    pages = (ctypes.c_ubyte * nbytes).from_address(address)
+    weakref.finalize(pages, _LIBC.munmap, address, nbytes).atexit = False  # tensors may be read until the process ends
+    return memoryview(pages).cast("B")
+
+
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    pointer, size, number, offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
+    libc.mmap.restype, libc.mmap.argtypes = pointer, (pointer, size, number, number, number, offset)
+    libc.munmap.argtypes = pointer, size
+    return libc
+
+
+if os.name == "posix":
+    _LIBC = _libc()

@@ -86,7 +86,7 @@ class Shelf:
                 f"{nbytes} bytes of {what} cannot be written to the disk tier: {error.strerror or error}; "
                 "give it another directory: offload='disk:/that/one'"
             ) from error
-        return memoryview(self._file.pages(nbytes, offset))
+        return self._file.pages(nbytes, offset)
 
     def close(self) -> None:
         """No storage has memory here any more."""

@@ -8,8 +8,10 @@ import os
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn, optim
@@ -89,7 +91,7 @@ def scaled_data(parked: Parked) -> None:
     for each in (parked.model, parked.twin):
         for p in each.parameters():
             assert p.grad is not None
-            p.grad.data.numpy()[:] *= 3
+            p.grad.data.mul_(3)
 
 
 def zeroed(parked: Parked) -> None:
@@ -99,7 +101,7 @@ def zeroed(parked: Parked) -> None:
 
 @pytest.mark.parametrize("write", [clipped, scaled, scaled_data, zeroed, Parked.backward])
 def test_a_gradient_that_is_away_is_written(parked: Parked, write: Callable[[Parked], None]) -> None:
-    """In its place: by clipping, a loop, `.data` and NumPy, `zero_grad`, another backward. It stays away."""
+    """In its place: by clipping, a loop, `.data`, `zero_grad`, another backward. It stays away."""
     assert parked.away() == 4 and parked.is_same()
     write(parked)
     assert parked.away() == 4 and parked.is_same()
@@ -154,6 +156,26 @@ def test_nothing_is_remembered_of_gradients_that_are_gone() -> None:
     parked.gradients.close()
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_a_gradient_that_is_resized_is_not_away_for_ever(held: bool) -> None:
+    """Torch gives it other memory; nobody tells us."""
+    parked = Parked()
+    gradients = [gradient for gradient, _ in parked.pairs]
+    before = len(AWAY)
+    for gradient in gradients:
+        gradient.resize_(256, 128).resize_(128, 128)
+    assert parked.is_same()
+    if held:
+        parked.model.zero_grad()
+        parked.model(torch.randn(16, 128)).square().mean().backward()  # the next ones have their places
+        parked.model.zero_grad()
+        parked.gradients.close()
+        del gradient, gradients
+    else:
+        parked.gradients.close()
+    assert len(AWAY) == before - 4
+
+
 def test_gradients_that_have_no_memory_of_their_own_stay() -> None:
     """Parts of one tensor, as the backward of `cat` makes them; sparse ones; ones that have a history."""
 
@@ -200,6 +222,23 @@ def test_a_forked_process_keeps_what_it_had(parked: Parked) -> None:
         assert p.grad is not None
         p.grad.mul_(2)
     assert parked.away() == 4
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the system does not list descriptors and maps there")
+def test_a_gradient_that_is_away_takes_no_descriptor(parked: Parked) -> None:
+    """A process may have few of them. And its pages are unmapped with it."""
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_bytes().count(b"(deleted)")
+
+    before, descriptors = mapped(), len(os.listdir("/proc/self/fd"))
+    other = Parked()
+    assert other.away() == 4 and mapped() > before
+    assert len(os.listdir("/proc/self/fd")) == descriptors + 1  # its file
+    other.model.zero_grad()
+    assert mapped() == before
+    other.gradients.close()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_a_full_disk_keeps_gradients_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,6 +306,53 @@ def test_gradients_for_which_there_is_no_room_at_the_end_stay_in_the_tier(monkey
     parked.model.zero_grad()
     gc.collect()
     assert shelf() is None
+
+
+# -- memory that was handed out --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.SGD])
+def test_an_array_of_a_gradient_keeps_its_memory(kind: Callable[..., optim.Optimizer]) -> None:
+    """It shows what the update writes, and keeps its bits when the next gradient and the end of the parking come."""
+    parked = Parked(kind)
+    arrays = [gradient.numpy() for gradient, _ in parked.pairs]
+    with parked.gradients.there(list(parked.model.parameters())):
+        scaled(parked)
+    plain = [gradient.numpy() for _, gradient in parked.pairs]
+    assert all(map(np.array_equal, arrays, plain)) and parked.is_same()
+    for each in (parked.model, parked.twin):
+        each.zero_grad()
+    parked.backward()
+    assert all(map(np.array_equal, arrays, plain)) and parked.away() == 4
+    again = [gradient.numpy() for gradient, _ in parked.pairs]
+    parked.gradients.park()
+    parked.gradients.close()
+    assert all(map(np.array_equal, arrays, plain)) and parked.is_same() and not parked.away()
+    assert all(np.shares_memory(array, gradient.numpy()) for array, (gradient, _) in zip(again, parked.pairs, strict=True))
+    assert parked.said == [
+        "MemOpt: gradients that the plan parks: others have the memory of some (`numpy()`), which stay where they are"
+    ]
+
+
+def test_an_array_that_is_taken_in_an_update_keeps_its_memory(parked: Parked) -> None:
+    with parked.gradients.there(list(parked.model.parameters())):
+        arrays = [gradient.numpy() for gradient, _ in parked.pairs]
+    assert not parked.away()
+    scaled(parked)
+    assert all(np.array_equal(array, plain.numpy()) for array, (_, plain) in zip(arrays, parked.pairs, strict=True))
+    parked.gradients.park()
+    assert not parked.away()
+
+
+def test_a_gradient_in_the_memory_of_an_array_stays(parked: Parked) -> None:
+    arrays = []
+    for p, q in zip(parked.model.parameters(), parked.twin.parameters(), strict=True):
+        arrays.append(np.zeros(tuple(p.shape), np.float32))
+        p.grad, q.grad = torch.from_numpy(arrays[-1]), torch.zeros_like(q)
+    parked.backward()
+    assert not parked.away()
+    for array, q in zip(arrays, parked.twin.parameters(), strict=True):
+        assert q.grad is not None and np.array_equal(array, q.grad.numpy())
 
 
 # -- a run -----------------------------------------------------------------------------------------
@@ -408,3 +494,20 @@ def test_a_line_and_the_plan_name_gradients() -> None:
     saved = {life.tensor: life.parked_nbytes for life in status.plan.lives if life.how == "fetch"}
     parked_nbytes = sum(saved.values()) + sum(state.nbytes for state in status.plan.states)
     assert status.plan.predicted.tier_nbytes == parked_nbytes and status.plan.predicted.moved_nbytes == 2 * parked_nbytes
+
+
+def test_a_later_run_counts_the_state_that_an_earlier_one_had_parked() -> None:
+    model = net()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    weights = sum(p.nbytes for p in model.parameters())
+    for set_to_none in (False, True):
+        with optimize(model, optimizer, budget="min", **NEVER) as run:
+            for _ in range(6):
+                model(torch.randn(64, 128)).square().mean().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none)
+            status = run.status()
+        assert status.plan is not None and status.measured_peak_nbytes is not None
+        assert status.plan.unmodified_peak_nbytes > 4 * weights  # with gradients and two states
+        assert weights < status.measured_peak_nbytes <= status.plan.predicted_peak_nbytes
