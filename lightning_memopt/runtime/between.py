@@ -16,7 +16,7 @@ from torch import optim
 
 from lightning_memopt.record import Outside, is_plain, parameters_of, rule_of, storage_id, tensors_in, uncompiled, written_by
 from lightning_memopt.record.tensors import conjugating, count_versions
-from lightning_memopt.runtime.parked_states import values_of
+from lightning_memopt.runtime.state_dicts import values_of
 from lightning_memopt.torch_private import OpOverload, local_tensor
 
 Touched = Callable[[torch.Tensor, bool], None]

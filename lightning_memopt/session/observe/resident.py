@@ -15,7 +15,8 @@ from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.graph.model import Kind
 from lightning_memopt.record import is_plain
 from lightning_memopt.record.tensors import has_plain_bytes
-from lightning_memopt.runtime.parked_states import is_any_parked, values_of
+from lightning_memopt.runtime.parked_states import is_any_parked
+from lightning_memopt.runtime.state_dicts import values_of
 from lightning_memopt.runtime.tiers.shelf import AWAY, is_away
 from lightning_memopt.session.forward.leaves import leaves_of
 from lightning_memopt.session.observe.graphs import pieces

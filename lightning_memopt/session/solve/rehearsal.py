@@ -22,7 +22,7 @@ from torch import optim
 from lightning_memopt.device.places import has_memory, is_on, on_host
 from lightning_memopt.record import Outside
 from lightning_memopt.runtime.early_updates import step_without_hooks
-from lightning_memopt.runtime.parked_states import as_it_is
+from lightning_memopt.runtime.state_dicts import as_it_is
 from lightning_memopt.session.observe.graphs import pieces
 from lightning_memopt.torch_private import (
     WARNED_CAPTURABLE,

@@ -24,6 +24,7 @@ from lightning_memopt.record import beneath_calls
 from lightning_memopt.report.explain import explain
 from lightning_memopt.runtime.tiers import HostTier, room
 from lightning_memopt.session.judge.states import Running
+from lightning_memopt.session.parked_states import StatesAtRest
 from lightning_memopt.session.parking import offloading
 from lightning_memopt.session.parking.depots import Depots
 from lightning_memopt.session.parking.offloading import Offloading
@@ -54,6 +55,12 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     assert room.taken_nbytes("disk") == 0
     yield most
     assert room.taken_nbytes("disk") == 0
+
+
+@pytest.fixture
+def gradients_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what else is parked."""
+    monkeypatch.setattr(StatesAtRest, "_parameters", lambda self: iter(()))
 
 
 def let_go() -> None:
@@ -115,6 +122,7 @@ class Trained:
 # -- saved tensors -----------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("gradients_stay")
 def test_saved_tensors_keep_the_budget_of_the_tier(taken: list[int]) -> None:
     """A smaller budget means that less is parked, and more is needed on the device; results are the same bits."""
     plain = Trained().bits
@@ -165,6 +173,7 @@ def test_rebuilding_takes_the_place_of_what_the_tier_has_no_room_for(taken: list
     assert seconds == sorted(seconds) and seconds[-1] > seconds[0] and bounds[-1] > bounds[0]
 
 
+@pytest.mark.usefixtures("gradients_stay")
 def test_the_budgets_that_an_error_names_are_enough(taken: list[int]) -> None:
     """That of the device with this one of the tier, and that of the tier with this one of the device."""
     free = Trained(recompute=False, **PARKING)
@@ -187,6 +196,7 @@ def test_no_budget_of_a_tier_helps_where_none_is_short() -> None:
     assert not tiers and "disk_budget" not in text
 
 
+@pytest.mark.usefixtures("gradients_stay")
 def test_batches_of_several_sizes_take_turns_in_the_tier(taken: list[int]) -> None:
     """Each has a plan of its own, and there is room for the tensors of one at a time."""
     sizes = (256, 256, 256, 512, 512, 512, *(256, 512) * 4)
@@ -288,6 +298,7 @@ def test_the_budgets_that_an_error_names_are_enough_for_what_rests(kind: str, ta
         assert found.status.measured_peak_nbytes <= found.plan.budget_nbytes == options["budget"]
 
 
+@pytest.mark.usefixtures("gradients_stay")
 def test_weights_that_were_never_on_the_device_count(taken: list[int]) -> None:
     """`to_device` has parked them before the run. What the budget does not hold comes home."""
     plain = Trained(model=lora).bits

@@ -22,7 +22,8 @@ from lightning_memopt.plan import Plan
 from lightning_memopt.plan.files import read_plan, write_plan
 from lightning_memopt.runtime import parked_states
 from lightning_memopt.runtime.parked import Depot
-from lightning_memopt.runtime.parked_states import ParkedState, ParkedStates, parkable
+from lightning_memopt.runtime.parked_states import ParkedStates, parkable
+from lightning_memopt.runtime.state_dicts import ParkedState
 from lightning_memopt.runtime.tiers import DiskTier
 from tests.cpu.lib.engines import elements
 from tests.cpu.lib.said import listening

@@ -9,7 +9,7 @@ import torch
 from torch import optim
 
 from lightning_memopt.runtime import parked_states
-from lightning_memopt.runtime.parked_states import ParkedState
+from lightning_memopt.runtime.state_dicts import ParkedState
 from tests.cpu.lib.times import Known, given
 from tests.cpu.parking.test_states import MIB, Trained, away, bits_left, plainly, trained_by, wide
 
