@@ -32,6 +32,7 @@ from lightning_memopt.fitting.workspaces import on_host, workspace_nbytes
 from lightning_memopt.graph import OUTSIDE, Graph, Op, Tensor
 from lightning_memopt.integrations.asking import STEPS
 from lightning_memopt.plan.side_streams import with_pools
+from lightning_memopt.record.gathered import units_of
 from lightning_memopt.units import divided
 
 if TYPE_CHECKING:
@@ -85,9 +86,9 @@ Observe = Callable[[Unfilled], Observed]
 """Runs steps, and observes them."""
 
 
-def observing(early: bool = False, tiled: bool = False) -> MemOptConfig:
+def observing(early: bool = False, tiled: bool = False, parks: bool = False) -> MemOptConfig:
     """The options of a run that observes steps, and plans none. `early`: parameters are updated in backward. `tiled`: loss
-    heads run in tiles.
+    heads run in tiles. `parks`: graphs say which gradients could be parked.
     """
     in_backward: EarlyUpdating = "auto" if early else "never"
     return MemOptConfig(
@@ -96,7 +97,7 @@ def observing(early: bool = False, tiled: bool = False) -> MemOptConfig:
         verify=False,
         verbose=False,
         optimizer_in_backward=in_backward,
-        offload="disk",  # nothing goes there, but the graph has what could
+        offload="disk" if parks else "none",  # nothing goes there
         tile="exact" if tiled else "off",
     )
 
@@ -155,7 +156,9 @@ class Watching:
             if checkpoints:
                 stack.enter_context(turned_on(model))
             with contextlib.nullcontext() if tiles is None else tiles.assumed(mode):
-                self._run = open_run(model, optimizers, observing(early, tiles is not None), self._lines.append)
+                self._run = open_run(
+                    model, optimizers, observing(early, tiles is not None, not units_of(model)), self._lines.append
+                )
             stack.callback(self._run.close)
             if self._run.checkpointing is not None:
                 if checkpoints:

@@ -32,6 +32,7 @@ from lightning_memopt.native import counter_of
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import fills, is_plain, uncompiled, unwatched
 from lightning_memopt.record.below import below_autograd
+from lightning_memopt.record.leaving import leaves
 from lightning_memopt.record.tensors import bytes_of, in_shared_memory, is_foreign
 from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, on_shelf, storage_on
 from lightning_memopt.runtime.tiers.streams import copy, freed_in_order
@@ -99,6 +100,7 @@ class _Place:
         if flat.untyped_storage().data_ptr() != self._away_at:
             freed_in_order(flat)
         self._native.exchange(flat, self._beside)  # G1
+        leaves(flat)
         self._version = version
         AWAY.add(storage_id(flat))
         self._beside = _NOTHING  # the device's memory is freed

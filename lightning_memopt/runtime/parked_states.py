@@ -34,6 +34,7 @@ from lightning_memopt.errors import OffloadError
 from lightning_memopt.native import counter_of
 from lightning_memopt.record import fills, is_plain, uncompiled, unwatched
 from lightning_memopt.record.below import below_autograd
+from lightning_memopt.record.leaving import leaves
 from lightning_memopt.record.tensors import bytes_of, in_shared_memory
 from lightning_memopt.runtime.holders import ALONE, held_by, references, use_counts
 from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
@@ -253,6 +254,7 @@ class ParkedStates:
                 t.set_(torch.empty_like(t).copy_(t).untyped_storage(), 0, t.size(), t.stride())
             state.away[name] = stored  # S1: before the storage is emptied
             empty_storage(t)
+            leaves(t)
 
     @uncompiled
     def _begin(self, p: torch.Tensor) -> None:

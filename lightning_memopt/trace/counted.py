@@ -60,6 +60,12 @@ class Ledger:
         """Remove a storage that was freed from the known ones."""
         self._known_nbytes -= self._known.pop(key, 0)
 
+    def left(self, key: int) -> None:
+        """A known storage lives on without its memory."""
+        if key in self._known:
+            self._known_nbytes -= self._known[key]
+            self._known[key] = 0
+
     def settle(self) -> None:
         """Count all bytes of unknown storages that are in memory now as from before the step."""
         self.base_nbytes = self.counter.live(PLAIN) - self._known_nbytes  # nothing has been allocated since the step began

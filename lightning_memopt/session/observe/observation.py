@@ -7,6 +7,7 @@ import dataclasses
 import sys
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from operator import attrgetter
 from threading import get_ident
 from typing import Any
@@ -29,6 +30,7 @@ from lightning_memopt.record import (
     watching_sizes,
 )
 from lightning_memopt.record.gathered import around_units, units_of
+from lightning_memopt.record.leaving import told_of_leaving
 from lightning_memopt.runtime import ObservingEngine, let_go, step_ended
 from lightning_memopt.runtime.engine.surplus import Bound
 from lightning_memopt.runtime.engine.units import Units
@@ -197,6 +199,8 @@ class Observation:
             watched = Watched(recorder, tracer, engine.units)
             watched.begins(units)
             self._contexts.enter_context(around_units(watched))
+        if tracer.ledger is not None:
+            self._contexts.enter_context(told_of_leaving(partial(_leaves, recorder, tracer, tracer.ledger)))
         self._accumulated = Accumulated(self.model, tracer, recorder, self._contexts) if self.gradients else None
         self._contexts.callback(self._level_ends)
         levels, told = around_dual_levels(self._level_begins, self._level_ends)
@@ -469,6 +473,12 @@ class Observation:
                 op = make(*values)
             ops.append(op)
         return dataclasses.replace(graph, ops=tuple(ops), unbroken=self.scopes.unbroken)
+
+
+def _leaves(recorder: Recorder, tracer: Tracer, ledger: Ledger, t: torch.Tensor) -> None:
+    version = recorder.of_storage.get(storage_id(t))
+    if version is not None and version.id in tracer.tensors:
+        ledger.left(tracer.tensors[version.id].storage)
 
 
 def observing() -> bool:
