@@ -24,6 +24,10 @@ COMPRESS = ("none", "lossless", "lossy")
 TILE = ("off", "exact", "rounding")
 
 
+ONLY_OBSERVED = 1 << 20
+"""A value of `profile_steps` that is large enough that every step is observed and no plan is solved."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemOptConfig:
     """The options: what a step may use, and by which techniques it is kept within that.

@@ -18,7 +18,7 @@ from torch import nn
 from lightning_memopt.batching.batches import TooFewSamplesError
 from lightning_memopt.batching.energy import MeasuredEnergy, StepEnergy
 from lightning_memopt.batching.oom import is_out_of_memory, release
-from lightning_memopt.config import MemOptConfig
+from lightning_memopt.config import ONLY_OBSERVED, MemOptConfig
 from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import ConfigError, InfeasibleError
 from lightning_memopt.graph import Graph
@@ -30,8 +30,6 @@ from lightning_memopt.session.observe.resident import foreign_nbytes, resident_n
 from lightning_memopt.torch_private import gradient_of, tree_map
 from lightning_memopt.trace import count_all
 
-NEVER_PLANNED = 1 << 20
-"""A value of `profile_steps` that is large enough that every step is observed and no plan is solved."""
 _TILED_STEPS = 8
 """Maximum number of steps until one runs by a plan in tiles (session/loss_head.py)."""
 
@@ -148,7 +146,7 @@ class Trials:
     def observe(self, size: int, kind: str = "profile") -> Graph | None:
         """The graph of one step of this size, update included; None if it does not fit, or the data has no such batch."""
         config = self.config or MemOptConfig(budget="min")
-        quiet = _quietly(config, profile_steps=NEVER_PLANNED)
+        quiet = _quietly(config, profile_steps=ONLY_OBSERVED)
         graph: Graph | None = None
         with self._running(kind, size) as trial, self._session(quiet) as session:
             self._run(self._batch(size), session, self.effective is None)

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memopt.batching.trials import NEVER_PLANNED
-from lightning_memopt.config import EarlyUpdating, MemOptConfig
+from lightning_memopt.config import ONLY_OBSERVED, EarlyUpdating, MemOptConfig
 from lightning_memopt.device.determinism import varies
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import ConfigError
@@ -32,7 +31,6 @@ from lightning_memopt.fitting.workspaces import on_host, workspace_nbytes
 from lightning_memopt.graph import OUTSIDE, Graph, Op, Tensor
 from lightning_memopt.integrations.asking import STEPS
 from lightning_memopt.plan.side_streams import with_pools
-from lightning_memopt.record.gathered import units_of
 from lightning_memopt.units import divided
 
 if TYPE_CHECKING:
@@ -86,18 +84,17 @@ Observe = Callable[[Unfilled], Observed]
 """Runs steps, and observes them."""
 
 
-def observing(early: bool = False, tiled: bool = False, parks: bool = False) -> MemOptConfig:
+def observing(early: bool = False, tiled: bool = False) -> MemOptConfig:
     """The options of a run that observes steps, and plans none. `early`: parameters are updated in backward. `tiled`: loss
-    heads run in tiles. `parks`: graphs say which gradients could be parked.
+    heads run in tiles.
     """
     in_backward: EarlyUpdating = "auto" if early else "never"
     return MemOptConfig(
         budget="min",
-        profile_steps=NEVER_PLANNED,
+        profile_steps=ONLY_OBSERVED,
         verify=False,
         verbose=False,
         optimizer_in_backward=in_backward,
-        offload="disk" if parks else "none",  # nothing goes there
         tile="exact" if tiled else "off",
     )
 
@@ -156,9 +153,7 @@ class Watching:
             if checkpoints:
                 stack.enter_context(turned_on(model))
             with contextlib.nullcontext() if tiles is None else tiles.assumed(mode):
-                self._run = open_run(
-                    model, optimizers, observing(early, tiles is not None, not units_of(model)), self._lines.append
-                )
+                self._run = open_run(model, optimizers, observing(early, tiles is not None), self._lines.append)
             stack.callback(self._run.close)
             if self._run.checkpointing is not None:
                 if checkpoints:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from lightning_memopt.config import MemOptConfig
+from lightning_memopt.config import ONLY_OBSERVED, MemOptConfig
 from lightning_memopt.device.places import is_on
 from lightning_memopt.graph import Graph
 from lightning_memopt.session.forward.recording import Recording
@@ -84,7 +84,7 @@ class ObservedStep:
             self._config.recompute,
             one_of_many=self.effort.looks_at_last and not early,
             overwritten=self.overwritten,
-            gradients=gradients,
+            gradients=gradients or self._config.profile_steps >= ONLY_OBSERVED,
         )
         return self.now
 
