@@ -293,9 +293,9 @@ def _nothing(_: Any) -> None:
     pass
 
 
-def parks_gradient_of(p: torch.Tensor) -> bool:
-    """Whether the gradient of this parameter is parked as soon as it is accumulated."""
-    return any(id(p) in gradients.places for gradients in _living)
+def whose_gradients_are_parked() -> set[int]:
+    """Identities of the parameters whose gradients are parked as soon as they are accumulated."""
+    return {key for gradients in _living for key in gradients.places} if _living else set()
 
 
 _living: weakref.WeakSet[ParkedGradients] = weakref.WeakSet()

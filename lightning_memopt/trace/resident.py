@@ -9,7 +9,7 @@ import torch
 from lightning_memopt.device.backends import backend_of
 from lightning_memopt.device.places import is_on
 from lightning_memopt.graph.model import Kind
-from lightning_memopt.record import Recorder, storage_id
+from lightning_memopt.record import Recorder, is_plain, storage_id
 from lightning_memopt.record.tensors import has_plain_bytes
 from lightning_memopt.trace.tracer import Tracer
 
@@ -25,7 +25,7 @@ def adopt_all(
     """
     recorder.capturing = False
     for t, kind, name in tensors:
-        if not has_plain_bytes(t):  # sparse, nested, or made in inference mode: the recorder ignores such tensors
+        if not (is_plain(t) or has_plain_bytes(t)):  # sparse, nested, or made in inference mode: they are not recorded
             continue
         version = recorder.of_storage.get(storage_id(t))
         if version is None:

@@ -17,6 +17,7 @@ from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.native import engine
 from lightning_memopt.plan.rates import Link, MachineRates
 from lightning_memopt.session import times
+from lightning_memopt.session.parked_states import StatesAtRest
 from lightning_memopt.units import format_nbytes, round_up
 from tests.cpu.lib.times import Known
 from tests.emulated import device
@@ -33,6 +34,12 @@ FAST, SLOW = 1e11, 1e6
 TIMES = 2
 """Factor by which batches are larger, so that a plan that parks takes fewer segments than the plain step."""
 _plain: dict[tuple[str, bool], Trained] = {}
+
+
+@pytest.fixture(autouse=True)
+def gradients_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests are about saved tensors (gradients: test_gradients.py)."""
+    monkeypatch.setattr(StatesAtRest, "_parameters", lambda self: iter(()))
 
 
 class Linked(Known):

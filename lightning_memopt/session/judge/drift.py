@@ -66,7 +66,7 @@ class Drift:
         if not missing and not deviation.unplanned_nbytes:
             self.matched = True
             self.in_a_row = 0
-            return self._tell_unparked(deviation.unparked_nbytes) or larger
+            return (deviation.unparked_nbytes > 0 and self._tell_unparked(deviation.unparked_nbytes)) or larger
         at, name = deviation.first or (at, "nothing more")
         planned = names[at] if at < len(names) else "nothing more"
         if given is not None:
@@ -90,12 +90,12 @@ class Drift:
         return True
 
     def _tell_unparked(self, nbytes: int) -> bool:
-        """Warn about the first tensors that the tier has no room for. Returns whether there are any."""
-        if nbytes and not self.deviated:
+        """Warn about the first tensors that the tier has no room for. Returns True."""
+        if not self.deviated:
             warnings.warn(
                 f"MemOpt: the tier has no room for {format_nbytes(nbytes)} that the plan parks, as where a forward begins "
                 "before the backward of another one: they stay on the device. Memory rises, results do not change.",
                 stacklevel=4,
             )
-        self.deviated = self.deviated or nbytes > 0
-        return nbytes > 0
+        self.deviated = True
+        return True

@@ -34,7 +34,7 @@ from lightning_memopt.record.leaving import told_of_leaving
 from lightning_memopt.runtime import ObservingEngine, let_go, step_ended
 from lightning_memopt.runtime.engine.surplus import Bound
 from lightning_memopt.runtime.engine.units import Units
-from lightning_memopt.runtime.parked_gradients import parks_gradient_of as goes
+from lightning_memopt.runtime.parked_gradients import whose_gradients_are_parked
 from lightning_memopt.session.forward.gathering import Watched, observed_code
 from lightning_memopt.session.forward.recording import Recording, hooks_allowed
 from lightning_memopt.session.observe.accumulated import Accumulated
@@ -175,7 +175,8 @@ class Observation:
         self._away_nbytes = weights + (0 if counts is not None else states)  # the counter does not count empty storages
         units = units_of(self.model)
         self._round = tracer, engine, recorder
-        ungraded = (p for p in self.model.parameters() if p.requires_grad and gradient_of(p) is None and not goes(p))
+        goes = whose_gradients_are_parked()
+        ungraded = (p for p in self.model.parameters() if p.requires_grad and gradient_of(p) is None and id(p) not in goes)
         self._ungraded = [(p, local_tensor(p).nbytes) for p in ungraded if is_on(self.device, p.device)]
         engine.opaque_ops = self.opaque_ops
         self._metering = contextlib.ExitStack()
