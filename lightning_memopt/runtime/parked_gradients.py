@@ -203,19 +203,20 @@ class ParkedGradients:
     @uncompiled
     def _accumulated(self, p: torch.Tensor) -> None:
         """Autograd has added to the gradient of a parameter."""
-        self._park(p)
+        self.moved_nbytes += self._park(p)
 
     def park(self) -> None:
         """Park all gradients that are on the device."""
         for p in self._parameters:
             self._park(p)
 
-    def _park(self, p: torch.Tensor) -> None:
+    def _park(self, p: torch.Tensor) -> int:
+        """Returns the bytes that left the device."""
         gradient = gradient_of(p)
         if gradient is not None and is_plain(gradient) and is_foreign(gradient):
             self._tell("others have the memory of some (`numpy()`), which stay where they are")
         if gradient is None or not may_be_parked(gradient) or gradient.device != p.device:
-            return
+            return 0
         with self._lock, below_autograd(), unwatched():
             place = self.places[id(p)]
             was_away = place.is_away(gradient)
@@ -223,8 +224,8 @@ class ParkedGradients:
                 place.park(gradient)
             except OffloadError as error:
                 self._tell(f"{error}: it stays on the device")
-                return
-            self.moved_nbytes += 0 if was_away else gradient.nbytes
+                return 0
+            return 0 if was_away else gradient.nbytes
 
     def and_of(self, nbytes: Mapping[int, int]) -> dict[int, int]:
         """Identity of a parameter -> bytes of its gradient and these."""

@@ -200,7 +200,7 @@ class Observation:
             watched = Watched(recorder, tracer, engine.units)
             watched.begins(units)
             self._contexts.enter_context(around_units(watched))
-        if tracer.ledger is not None:
+        if self.gradients and tracer.ledger is not None:
             self._contexts.enter_context(told_of_leaving(partial(_leaves, recorder, tracer, tracer.ledger)))
         self._accumulated = Accumulated(self.model, tracer, recorder, self._contexts) if self.gradients else None
         self._contexts.callback(self._level_ends)

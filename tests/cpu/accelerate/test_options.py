@@ -141,7 +141,7 @@ def test_config_asks_and_launch_reads(launched: Any, monkeypatch: pytest.MonkeyP
     asked = ClusterConfig("LOCAL_MACHINE", "NO", "no", True, False, num_processes=1)
     named = private.named
     monkeypatch.setattr(private, "named", lambda name: (lambda: asked) if name.endswith("get_user_input") else named(name))
-    answers = iter(["perhaps", "yes", "9G", "9GiB", "disk", "", "", "yes", "", "", "", "2", *[""] * 20])
+    answers = iter(["perhaps", "yes", "9G", "9GiB", "disk", "", "", "yes", "", "", "", "", "", "2", *[""] * 20])
     monkeypatch.setattr("builtins.input", lambda _: next(answers))
     cli.main(["config"])
     written = yaml.safe_load(Path(cli.default_file()).read_text())
