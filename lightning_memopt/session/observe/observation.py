@@ -170,12 +170,12 @@ class Observation:
             rest = Rest(tracer)
             tracer.passes = rest.takes
             self._rest.callback(rest.end)
-        weights, states = away_nbytes(self.model), away_state_nbytes(self.optimizers)
+        weights, states = away_nbytes(self.model, self.gradients), away_state_nbytes(self.optimizers)
         adopt_all(tracer, recorder, resident_tensors(self.model, self.optimizers, batch), weights + states)
         self._away_nbytes = weights + (0 if counts is not None else states)  # the counter does not count empty storages
         units = units_of(self.model)
         self._round = tracer, engine, recorder
-        goes = whose_gradients_are_parked()
+        goes = whose_gradients_are_parked() if self.gradients else ()
         ungraded = (p for p in self.model.parameters() if p.requires_grad and gradient_of(p) is None and id(p) not in goes)
         self._ungraded = [(p, local_tensor(p).nbytes) for p in ungraded if is_on(self.device, p.device)]
         engine.opaque_ops = self.opaque_ops

@@ -14,7 +14,6 @@ from lightning_memopt.device.places import is_on, on_host
 from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.graph.model import Kind
 from lightning_memopt.record import is_plain
-from lightning_memopt.record.tensors import has_plain_bytes
 from lightning_memopt.runtime.parked_states import is_any_parked
 from lightning_memopt.runtime.state_dicts import values_of
 from lightning_memopt.runtime.tiers.shelf import AWAY, is_away
@@ -67,12 +66,12 @@ def sizes(tensors: Iterable[Named], device: torch.device) -> list[int]:
     return list(seen.values())
 
 
-def away_nbytes(model: nn.Module) -> int:
-    """Bytes of the frozen weights and of the gradients of a model that are in a tier now."""
+def away_nbytes(model: nn.Module, gradients: bool = True) -> int:
+    """Bytes of the frozen weights of a model that are in a tier now, and of its gradients, if any may be parked."""
     if not AWAY:
         return 0
-    gradients = (gradient for p in model.parameters() if (gradient := gradient_of(p)) is not None)
-    return sum(t.nbytes for t in (*model.parameters(), *gradients) if has_plain_bytes(t) and is_away(t))
+    there = [g for p in model.parameters() if (g := gradient_of(p)) is not None and is_plain(g)] if gradients else []
+    return sum(t.nbytes for t in (*model.parameters(), *there) if is_away(t))
 
 
 def away_state_nbytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
