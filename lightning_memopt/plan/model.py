@@ -281,7 +281,7 @@ class Plan:
 
     @property
     def in_tiers(self) -> dict[str, int]:
-        """Tier -> the bytes that a run by this plan takes there: for saved tensors, optimizer state and frozen weights."""
+        """Tier -> the bytes that a run by this plan takes there: for saved tensors, optimizer state, gradients and weights."""
         nbytes = saved_in_tiers(self.lives)
         rests: tuple[StateParking | WeightParking, ...] = (*self.states, *self.weights)
         for each in rests:

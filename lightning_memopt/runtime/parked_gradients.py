@@ -28,13 +28,12 @@ from torch import optim
 
 from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import OffloadError
-from lightning_memopt.native import counter_of
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import fills, is_plain, uncompiled, unwatched
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.leaving import leaves
 from lightning_memopt.record.tensors import bytes_of, in_shared_memory, is_foreign
-from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, on_shelf, storage_on
+from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, on_shelf, storage_on, unobserved
 from lightning_memopt.runtime.tiers.streams import copy, freed_in_order
 from lightning_memopt.torch_private import gradient_of, storage_id
 
@@ -110,8 +109,7 @@ class _Place:
         if not self.is_away(gradient) or is_foreign(gradient):  # G5
             return 0
         flat = bytes_of(gradient)
-        counter = counter_of(flat.device)
-        with contextlib.nullcontext() if counter is None else counter.hidden():  # an observed step has its gradients already
+        with unobserved(flat.device):
             here = torch.empty_like(flat)
         copy(here, flat)
         self._version = gradient._version

@@ -31,7 +31,6 @@ from torch import optim
 from lightning_memopt.device.backends import backend_of
 from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import OffloadError
-from lightning_memopt.native import counter_of
 from lightning_memopt.record import fills, is_plain, uncompiled, unwatched
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.leaving import leaves
@@ -41,6 +40,7 @@ from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
 from lightning_memopt.runtime.parked_gradients import ParkedGradients
 from lightning_memopt.runtime.state_chunks import Chunks, chunks_of
 from lightning_memopt.runtime.state_dicts import ParkedState
+from lightning_memopt.runtime.tiers.shelf import unobserved
 from lightning_memopt.runtime.tiers.streams import empty_storage, wait_on_host
 
 
@@ -268,12 +268,11 @@ class ParkedStates:
 
     def _begin_one(self, state: ParkedState, name: Any) -> None:
         t, stored = dict.__getitem__(state, name), state.away[name]
-        counter = counter_of(t.device)
         with below_autograd(), unwatched():
             state.coming[name] = False
             if not t.untyped_storage().nbytes():  # else a copy may still be writing to this memory
-                # an observed step has its state already; what stays is counted as all memory of the loop
-                with contextlib.nullcontext() if counter is None or self._stays else counter.hidden():
+                # what stays is counted as all memory of the loop
+                with contextlib.nullcontext() if self._stays else unobserved(t.device):
                     t.untyped_storage().resize_(stored.nbytes)
             stored.fetch(bytes_of(t))
             state.coming[name] = True

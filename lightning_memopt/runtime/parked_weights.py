@@ -31,13 +31,12 @@ from torch import nn
 from lightning_memopt.device.backends import backend_of
 from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import OffloadError
-from lightning_memopt.native import counter_of
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import WeightParking
 from lightning_memopt.record import beneath_calls, fills, uncompiled, unwatched
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of, has_plain_bytes, in_shared_memory
-from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, on_shelf, storage_on
+from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, on_shelf, storage_on, unobserved
 from lightning_memopt.runtime.tiers.streams import copy, freed_in_order, marked, queued_on
 from lightning_memopt.torch_private import (
     backward_task,
@@ -131,8 +130,7 @@ class _Weight:
             self._coming = None
 
     def _empty(self) -> torch.Tensor:
-        counter = counter_of(self._bytes.device)
-        with contextlib.nullcontext() if counter is None else counter.hidden():  # an observed step has its weights already
+        with unobserved(self._bytes.device):
             return torch.empty(self.nbytes, dtype=torch.uint8, device=self._bytes.device)
 
     def drop(self, changed: bool = False) -> None:

@@ -6,12 +6,14 @@ bits, only slower.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 
 import torch
 
 from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import OffloadError
+from lightning_memopt.native import counter_of
 from lightning_memopt.plan.tiers import PAGE_NBYTES
 from lightning_memopt.runtime.tiers.base import buffer
 from lightning_memopt.runtime.tiers.room import Room
@@ -27,6 +29,12 @@ AWAY: set[int] = set()
 def is_away(t: torch.Tensor) -> bool:
     """Whether the memory of `t` is in a tier, so that the device has none for it."""
     return storage_id(t) in AWAY
+
+
+def unobserved(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Within, what is allocated on the device does not count in an observed step: the step has these bytes already."""
+    counter = counter_of(device)
+    return contextlib.nullcontext() if counter is None else counter.hidden()
 
 
 def on_shelf(sizes: Iterable[int]) -> int:
