@@ -225,6 +225,16 @@ def local_tensor(t: Any) -> Any:
 _GRAD: Any = torch.Tensor.grad
 
 
+def accumulation_hooks(p: torch.Tensor) -> list[Any]:
+    """What is called when autograd has accumulated the gradient of this leaf."""
+    return list((getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def has_backward_hooks(module: torch.nn.Module) -> bool:
+    """Whether hooks of this module run in backward."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
 def gradient_of(t: torch.Tensor) -> torch.Tensor | None:
     """The gradient of a leaf, or of a tensor that retains it; None if there is none.
 

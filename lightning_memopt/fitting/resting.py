@@ -75,7 +75,7 @@ class Parked:
         cls, resting: Resting, graph: Graph, tier: str, rates: MachineRates, ahead: bool, limit_nbytes: int | None = None
     ) -> Parked:
         """`graph`: the step as it is, with the seconds of its ops on the card. `rates`: those of the card's links. `ahead`:
-        weights are copied while the module before theirs computes. `limit_nbytes`: what the tier holds.
+        copies run while the step computes. `limit_nbytes`: what the tier holds.
         """
         blocks = kind_of(graph.device).allocated_nbytes
         movable, _ = weights_in_step.movable(graph, weights_in_step.read_units(graph, resting.weights))
@@ -88,7 +88,7 @@ class Parked:
 
         may_be = may_be_parked(graph, resting.states)
         fit = Rests(tuple(on_card(state) for state in may_be), tuple(units)).within(limit_nbytes)
-        states = states_in_step.priced(graph, fit.states, resting.chunks)
+        states = states_in_step.priced(graph, fit.states, resting.chunks, ahead)
         if len(fit.units) < len(units):
             movable = [each.unit for each in fit.units]
             units = weights_in_step.priced(graph, movable, ahead, tier, rates.in_seconds)

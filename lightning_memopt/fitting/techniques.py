@@ -249,7 +249,7 @@ class Techniques:
                 updating = self._early(config.solver_seconds, base.tiles)
                 base = base if isinstance(updating, str) else updating
             timed, is_host = card.timed(base.graph), kind_of(self._source.device).is_host
-            for ahead in (False,) if is_host or not self._resting.weights else (True, False):
+            for ahead in (False,) if is_host else (True, False):
                 parked = Parked.of(self._resting, timed, tier, card.rates, ahead, config.tier_budget_nbytes(tier, 1 << 62))
                 if not parked.states and not parked.weights:
                     break

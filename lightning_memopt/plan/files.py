@@ -52,11 +52,11 @@ _PREDICTED = (
 _LIFE = ("tensor", "born_at", "freed_at", "how", "forms", "form", "parked_nbytes")
 _REGION = ("key", "calls", "flops", "extra_flops", "rebuilt_ops", "saved_nbytes", "peak_nbytes", "lives")
 _TILES = ("module", "classes", "tokens", "rows", "columns", "unmade_nbytes", "threads", "ops", "assembled", "rounded")
-_STATE = ("parameter", "what", "tier", "nbytes", "tier_nbytes", "copy_seconds", "seconds")
+_STATE = ("parameter", "what", "tier", "nbytes", "tier_nbytes", "copy_seconds", "seconds", "comes_after", "leaves_before")
 _WEIGHTS = ("module", "tier", "nbytes", "tier_nbytes", "beside", "copy_seconds", "seconds")
 _TIER = ("tier", "nbytes", "limit_nbytes")
 _ADDRESSES = ("nbytes", "offsets", "until", "arena_nbytes", "max_live_nbytes", "needed_nbytes")
-_SINCE_9 = ("what", "copy_seconds", "tier_nbytes")
+_SINCE_9 = ("what", "copy_seconds", "tier_nbytes", "comes_after", "leaves_before")
 _OLD_NAMES: dict[int, dict[str, str]] = {
     8: {},
     7: {},
@@ -295,6 +295,8 @@ def _states(fields: Fields, schema: int) -> Iterator[StateParking]:
             tier_nbytes=state.integer("tier_nbytes", nbytes) if schema > 8 else taken(state.string("tier"), nbytes),
             copy_seconds=state.number(copies),
             seconds=state.number("seconds"),
+            comes_after=state.string("comes_after") if schema > 8 else "",
+            leaves_before=state.string("leaves_before") if schema > 8 else "",
         )
 
 

@@ -164,6 +164,8 @@ class StateParking:
     copy_seconds: how long the copies of a step take, out and back.
     seconds: how long the step waits for them.
     tier_nbytes: bytes that it takes in the tier.
+    comes_after: the parameter whose early update begins the copy back of this state. "": the step waits for the copy.
+    leaves_before: the parameter whose gradient is computed while this is copied out. "": the step waits for the copy.
     """
 
     parameter: str
@@ -173,6 +175,8 @@ class StateParking:
     copy_seconds: float
     seconds: float
     tier_nbytes: int
+    comes_after: str = ""
+    leaves_before: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,7 +327,8 @@ def states_text(states: Sequence[StateParking]) -> str:
     for what, name in (("state", "the optimizer state"), ("gradient", "the gradients")):
         if own := [state.nbytes for state in states if state.what == what]:
             texts.append(f"{name} of {len(own)} parameters ({format_nbytes(sum(own))})")
-    return f"{' and '.join(texts)}, in the {states[0].tier} tier"
+    meanwhile = ", copied while backward goes on" if any(state.leaves_before for state in states) else ""
+    return f"{' and '.join(texts)}, in the {states[0].tier} tier{meanwhile}"
 
 
 def weights_text(weights: Sequence[WeightParking]) -> str:

@@ -2,18 +2,24 @@
 
 Such state is not in memory when the step begins. That of a parameter which is updated early is there during this update. The
 update after backward has state and gradients a chunk of parameters at a time, and takes what it takes for each chunk alone.
+
+Copies may also run *beside backward*. Then a gradient leaves while the next one is computed. The state of an early update comes
+while its gradient is computed, and leaves while the next one is. So two gradients, or the state of two parameters, are on the
+device at once, and the step waits only for what takes longer than this computing.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_memopt.graph import BEFORE, Graph, Op, Tensor
-from lightning_memopt.plan.model import StateParking
+from lightning_memopt.plan.model import Read, StateParking
 
 _NAME = "parked state"
+_SMALL = 32
+"""What has less than this part of the average size does not run beside backward: its copies take no time."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +72,9 @@ def may_be_parked(graph: Graph, states: Sequence[StateOf]) -> list[StateOf]:
     return [state for state in states if state.parking.what == "state" or state.parking.parameter in gradients]
 
 
-def priced(graph: Graph, states: Sequence[StateOf], chunks: Chunks) -> list[StateOf]:
+def priced(graph: Graph, states: Sequence[StateOf], chunks: Chunks, beside_backward: bool = False) -> list[StateOf]:
     """These states, with the seconds for which a step waits for them: what comes ahead comes while the chunk before it goes. An
-    early update waits for all of its copies, and so does a step for those of gradients.
+    early update waits for all of its copies, and so does a step for those of gradients, unless copies run `beside_backward`.
     """
     of_name = {state.parking.parameter: state for state in states if state.parking.what == "state"}
     early = {graph.tensors[update.parameter].name for update in graph.updates}
@@ -82,14 +88,81 @@ def priced(graph: Graph, states: Sequence[StateOf], chunks: Chunks) -> list[Stat
             for state in usual:
                 hidden[state.parking.parameter] += share * state.back_seconds
             going = sum(state.parking.copy_seconds - state.back_seconds for state in usual)
+    moments = _moments(graph, states) if beside_backward else {}
+    neighbours = _neighbours(moments)
 
     def waiting(state: StateOf) -> StateOf:
-        if state.parking.what != "state":
-            return state
-        seconds = state.parking.copy_seconds - min(state.back_seconds, hidden[state.parking.parameter])
-        return replace(state, parking=replace(state.parking, seconds=seconds))
+        parking = state.parking
+        key = parking.parameter, parking.what
+        back, out = state.back_seconds, parking.copy_seconds - state.back_seconds
+        before, after = neighbours.get(key, ("", ""))
+        if before:
+            going = of_name[before].parking.copy_seconds - of_name[before].back_seconds  # the link has two directions
+            back = max(0.0, back - max(going, _computing(graph, moments[before, parking.what], moments[key])))
+        elif parking.what == "state":
+            back -= min(back, hidden[parking.parameter])
+        if after:
+            out = max(0.0, out - _computing(graph, moments[key], moments[after, parking.what]))
+        return replace(state, parking=replace(parking, seconds=back + out, comes_after=before, leaves_before=after))
 
     return [waiting(state) for state in states]
+
+
+Key = tuple[str, Read]
+"""A parameter, and what is parked of it."""
+
+
+def _moments(graph: Graph, states: Sequence[StateOf]) -> dict[Key, int]:
+    """For what moves in backward, the point at which it does, points rising: that of an early update for state, that at which
+    autograd has accumulated it for a gradient. The smallest ones, biases and norms, are left out: between them and the others
+    nothing is computed.
+    """
+    early = {graph.tensors[update.parameter].name: update for update in graph.updates}
+    moments: dict[Key, int] = {}
+    small = sum(state.parking.nbytes for state in states) / max(1, len(states)) / _SMALL
+    for state in states:
+        name = state.parking.parameter
+        if state.parking.nbytes < small:
+            continue
+        if state.parking.what == "gradient":
+            moments[name, "gradient"] = graph.gradients[name][1]
+        elif name in early and (ops := graph.ops_of(early[name].at)):
+            moments[name, "state"] = ops[0].at
+    return dict(sorted(moments.items(), key=lambda moment: moment[1]))
+
+
+def _neighbours(moments: Mapping[Key, int]) -> dict[Key, tuple[str, str]]:
+    """The parameters before and after each of these whose copies take turns with its own; "" where there is none. A gradient
+    comes back in the update, so nothing is before it.
+    """
+    neighbours: dict[Key, tuple[str, str]] = {}
+    for what in ("state", "gradient"):
+        names = [name for name, of in moments if of == what]
+        before = ["", *names] if what == "state" else [""] * len(names)
+        for name, previous, following in zip(names, before, [*names[1:], ""], strict=False):
+            neighbours[name, what] = previous, following
+    return neighbours
+
+
+def _computing(graph: Graph, begin: int, end: int) -> float:
+    """Seconds that the unmodified step computes between two points of backward."""
+    return sum(op.seconds for op in graph.ops if begin < op.at < end and op.phase == "backward")
+
+
+def in_plan(states: Sequence[StateParking], early: Collection[str]) -> tuple[StateParking, ...]:
+    """These states in a plan that updates only some parameters early, of these names: the copies of state run beside backward
+    only where its neighbour is updated early, too.
+    """
+
+    def with_neighbours(state: StateParking) -> StateParking:
+        if state.what != "state":
+            return state
+        has = state.parameter in early
+        before = state.comes_after if has and state.comes_after in early else ""
+        after = state.leaves_before if has and state.leaves_before in early else ""
+        return replace(state, comes_after=before, leaves_before=after)
+
+    return tuple(map(with_neighbours, states))
 
 
 def parked(graph: Graph, states: Sequence[StateOf], chunks: Chunks) -> Graph:
@@ -102,40 +175,49 @@ def parked(graph: Graph, states: Sequence[StateOf], chunks: Chunks) -> Graph:
     between = [state for state in states if state.parking.what == "state"]
     for id, nbytes in _taken(graph, Counter(size for state in between for size in state.sizes)).items():
         tensors[id] = replace(tensors[id], nbytes=tensors[id].nbytes - nbytes)
-    _part_with_gradients(tensors, graph, {s.parking.parameter for s in states if s.parking.what == "gradient"})
-    nbytes_of = Counter[str]()
+    _part_with_gradients(tensors, graph, [state.parking for state in states if state.parking.what == "gradient"])
+    sizes_of, coming_of = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
     for state in states:
-        nbytes_of[state.parking.parameter] += sum(state.sizes)
+        sizes_of[state.parking.parameter] += state.sizes
+        if state.parking.what == "state":
+            coming_of[state.parking.parameter] += state.sizes
 
-    state_nbytes_of = {state.parking.parameter: sum(state.sizes) for state in between}
+    def at_once(chunk: Chunk, following: Chunk | None) -> list[int]:
+        """Sizes of what is on the device while a chunk is updated."""
+        coming = following.parameters if following is not None and following.comes_ahead else ()
+        here = [size for name in chunk.parameters for size in sizes_of[name]]
+        return [
+            *here,
+            *(size for name in coming for size in coming_of[name]),
+            *[chunk.beside_nbytes] * bool(chunk.beside_nbytes),
+        ]
 
-    def ahead_nbytes(chunk: Chunk | None) -> int:
-        return 0 if chunk is None or not chunk.comes_ahead else sum(state_nbytes_of.get(name, 0) for name in chunk.parameters)
+    pairs = (pair for own in chunks for pair in zip(own, [*own[1:], None], strict=True))
+    at_end = max((at_once(*pair) for pair in pairs), key=sum, default=[])
 
-    at_end = max(
-        (
-            sum(nbytes_of[name] for name in chunk.parameters) + chunk.beside_nbytes + ahead_nbytes(then)
-            for own in chunks
-            for chunk, then in zip(own, [*own[1:], None], strict=True)
-        ),
-        default=0,
-    )
-
-    def add(nbytes: int, freed_at: int, op: Op | None = None) -> None:
-        """State is on the device from this op of an update on; from the beginning of the step without one."""
-        id, born_at = len(tensors), BEFORE if op is None else op.at
+    def add(nbytes: int, freed_at: int, born_at: int = BEFORE, op: Op | None = None) -> None:
+        """State is on the device from this point on. `op`: the first one of the update without which it is not."""
+        id = len(tensors)
         tensors.append(
             Tensor(id=id, name=_NAME, nbytes=nbytes, kind="temporary", storage=id, born_at=born_at, freed_at=freed_at)
         )
         if op is not None:
             ops[op.id] = replace(ops[op.id], outputs=(*ops[op.id].outputs, id))
 
+    ops_of_update = {graph.tensors[update.parameter].name: graph.ops_of(update.at) for update in graph.updates}
+    parking_of = {state.parking.parameter: state.parking for state in between}
     updates = []
     for update in graph.updates:
-        nbytes, update_ops = nbytes_of.get(graph.tensors[update.parameter].name, 0), graph.ops_of(update.at)
-        if nbytes and update_ops:
-            add(nbytes, update_ops[-1].at, update_ops[0])
-        updates.append(replace(update, beside_nbytes=update.beside_nbytes + nbytes))
+        name = graph.tensors[update.parameter].name
+        sizes, update_ops = sizes_of[name], ops_of_update[name]
+        if sizes and update_ops:
+            before, after = parking_of[name].comes_after, parking_of[name].leaves_before
+            born_at = ops_of_update[before][0].at if before else update_ops[0].at
+            freed_at = ops_of_update[after][0].at - 1 if after else update_ops[-1].at
+            # also in a plan that does not update its neighbours early: then it takes less than this
+            for nbytes in sizes:
+                add(nbytes, freed_at, born_at, None if before or after else update_ops[0])
+        updates.append(replace(update, beside_nbytes=update.beside_nbytes + sum(sizes)))
     early = {op.id for update in graph.updates for op in graph.ops_of(update.at)}
     usual = [run for run in graph.runs_of_updates if run[-1].id not in early]
     for run in usual:  # any of them may update the largest chunk
@@ -144,20 +226,24 @@ def parked(graph: Graph, states: Sequence[StateOf], chunks: Chunks) -> Graph:
                 if graph.tensors[t].kind == "temporary":
                     tensors[t] = replace(tensors[t], nbytes=0)
             ops[op.id] = replace(op, workspace_nbytes=0)
-        add(at_end, run[-1].at, run[0])
+        for nbytes in at_end:
+            add(nbytes, run[-1].at, run[0].at, run[0])
     if not usual and not graph.updates:  # it is not known yet where they are
-        add(at_end, last)
-    return replace(
-        graph, tensors=tuple(tensors), ops=tuple(ops), updates=tuple(updates), usual_nbytes=at_end if graph.updates else 0
-    )
+        for nbytes in at_end:
+            add(nbytes, last)
+    usual_nbytes = sum(at_end) if graph.updates else 0
+    return replace(graph, tensors=tuple(tensors), ops=tuple(ops), updates=tuple(updates), usual_nbytes=usual_nbytes)
 
 
-def _part_with_gradients(tensors: list[Tensor], graph: Graph, names: set[str]) -> None:
-    """The gradients of these parameters leave as soon as autograd has accumulated them for the first time. Those which the step
+def _part_with_gradients(tensors: list[Tensor], graph: Graph, gradients: Sequence[StateParking]) -> None:
+    """These gradients leave as soon as autograd has accumulated them for the first time, or the next one. Those which the step
     before has left are not there either.
     """
-    until = {graph.tensors[t].storage: point for name, (t, point) in graph.gradients.items() if name in names}
-    left = {f"{name}.grad" for name in names}
+    until: dict[int, int] = {}
+    for gradient in gradients:
+        made, _ = graph.gradients[gradient.parameter]
+        until[graph.tensors[made].storage] = graph.gradients[gradient.leaves_before or gradient.parameter][1]
+    left = {f"{gradient.parameter}.grad" for gradient in gradients}
     for t in graph.tensors:
         if t.born_at == BEFORE and (t.storage in until or (t.kind == "gradient" and t.name in left)):
             tensors[t.id] = replace(t, nbytes=0)

@@ -4,6 +4,8 @@ As with parked weights, the storage of a gradient that is away has the tier's ow
 clipping, a GradScaler, another backward that adds to it and a loop that logs a norm get its bits, only slower. A step of the
 optimizer has the gradients of a chunk of parameters on the device at a time (state_chunks.py).
 
+A gradient may leave *later*: its copy runs while backward goes on, and it is on the device until the next one is accumulated.
+
 G1. The tier has a gradient's bytes before its storage gets the tier's memory.
 G2. A gradient that the optimizer may have written is copied to the tier again before the device's memory is freed.
 G3. A parameter has one place in the tier. A gradient that somebody still holds when the next one comes, goes back to the device
@@ -11,6 +13,8 @@ G3. A parameter has one place in the tier. A gradient that somebody still holds 
 G4. At the end of a run all gradients are on the device again, in memory of torch's allocator, as far as it has room for them.
     The others keep their place in the tier as long as they live.
 G5. Memory that was handed out (`numpy()`) stays where it is, and its bytes with it: nothing is written to its place any more.
+G6. A gradient that was written while its copy ran is copied again. One that a hook of the user may write where no version
+    counter shows it does not leave later.
 """
 
 from __future__ import annotations
@@ -21,11 +25,12 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import optim
 
+from lightning_memopt.device.backends import backend_of
 from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.native.engine import loaded
@@ -34,9 +39,10 @@ from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.leaving import leaves
 from lightning_memopt.record.tensors import bytes_of, in_shared_memory, is_foreign
 from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, on_shelf, storage_on, unobserved
-from lightning_memopt.runtime.tiers.streams import copy, freed_in_order
-from lightning_memopt.torch_private import gradient_of, storage_id
+from lightning_memopt.runtime.tiers.streams import copy, freed_in_order, marked, queued_on
+from lightning_memopt.torch_private import accumulation_hooks, gradient_of, queue_callback, storage_id
 
+_PACKAGE = __name__.partition(".")[0]
 _ONLY_READ = (optim.Adam, optim.AdamW)
 """Optimizers that do not write gradients, unless they are fused: then they may scale them."""
 
@@ -54,6 +60,21 @@ def may_be_parked(gradient: torch.Tensor | None) -> bool:
     )
 
 
+class _Leaving(NamedTuple):
+    """A gradient that is being copied to the tier, and is on the device meanwhile.
+
+    flat: its bytes, which stay as long as the copy runs. address, version: where they were, and which, when it began.
+    memory: where they go. copied: the event after the copy.
+    """
+
+    gradient: torch.Tensor
+    flat: torch.Tensor
+    address: int
+    version: int
+    memory: memoryview
+    copied: Any
+
+
 class _Place:
     """The place of one parameter's gradients in the tier. All calls are below autograd.
 
@@ -69,6 +90,7 @@ class _Place:
         self._version = 0
         self._away_at = self._here_at = 0
         self._beside = _NOTHING  # the tier's memory while the gradient is on the device
+        self._leaving: _Leaving | None = None
 
     def has(self, gradient: torch.Tensor) -> bool:
         """Whether this gradient has this place, on the device or away."""
@@ -86,14 +108,44 @@ class _Place:
         elif self.is_away(gradient) and (self._shelf.keeps_writes or gradient._version == self._version):
             return
         flat = bytes_of(gradient)
-        memory = self._shelf.put(flat, self._offset, "a gradient")
+        self._is_in_tier(gradient, self._shelf.put(flat, self._offset, "a gradient"))
+        self._leave(flat, gradient._version)
+
+    def begin_leaving(self, gradient: torch.Tensor, stream: Any) -> bool:
+        """Begin to copy it out on this stream. Returns whether it did: else the gradient is away, or has to leave at once."""
+        if gradient.nbytes > self.nbytes or self.is_away(gradient):
+            return False
+        if not self.has(gradient):
+            self.bring_home()  # G3
+        flat, streams = bytes_of(gradient), backend_of(gradient.device).streams
+        written = marked(streams, streams.current_stream(gradient.device))
+        with queued_on(streams, stream, gradient.device):
+            stream.wait_event(written)
+            memory = self._shelf.put(flat, self._offset, "a gradient")
+        self._leaving = _Leaving(gradient, flat, flat.data_ptr(), gradient._version, memory, marked(streams, stream))
+        return True
+
+    def end_leaving(self) -> torch.Tensor | None:
+        """The gradient whose copy was begun is away, after that copy. Returns it if it has to be copied again (G6)."""
+        leaving, self._leaving = self._leaving, None
+        assert leaving is not None
+        gradient, flat = leaving.gradient, leaving.flat
+        backend_of(flat.device).streams.current_stream(flat.device).wait_event(leaving.copied)
+        is_same = gradient.untyped_storage().data_ptr() == leaving.address and gradient._version == leaving.version
+        if not is_same or is_foreign(gradient):
+            return gradient
+        self._is_in_tier(gradient, leaving.memory)
+        self._leave(flat, leaving.version)
+        return None
+
+    def _is_in_tier(self, gradient: torch.Tensor, memory: memoryview) -> None:
+        """The bytes of a gradient are in this memory of the tier."""
         self._beside = storage_on(memory)
         self._away_at, self._here_at = self._beside.data_ptr(), 0
         if not self.has(gradient):
             self._storage = weakref.ref(gradient.untyped_storage())
             # also if somebody gives it other memory; another storage may get this identity
-            weakref.finalize(gradient.untyped_storage(), AWAY.discard, storage_id(flat)).atexit = False
-        self._leave(flat, gradient._version)
+            weakref.finalize(gradient.untyped_storage(), AWAY.discard, storage_id(gradient)).atexit = False
 
     def _leave(self, flat: torch.Tensor, version: int) -> None:
         if flat.untyped_storage().data_ptr() != self._away_at:
@@ -196,20 +248,47 @@ class ParkedGradients:
         self._shelf = Shelf(self.tier_nbytes, directory, self._parameters[0].device, limit_nbytes)
         self.places = {id(p): _Place(self._shelf, n, native) for p, n in nbytes.items()}
         self._hooks = {id(p): p.register_post_accumulate_grad_hook(self._accumulated) for p in self._parameters}
+        self._later: frozenset[int] = frozenset()
+        self._turns: frozenset[int] = frozenset()
+        self._leaving: tuple[torch.Tensor, _Place] | None = None
+        self._streams: dict[torch.device, Any] = {}
         _living.add(self)
+
+    def leave_later(self, until: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """From now on, the gradients of these parameters leave when that of another one is accumulated, and no others do.
+        `until`: parameter -> the other one.
+        """
+        self._later, self._turns = frozenset(map(id, until)), frozenset(map(id, until.values()))
 
     @uncompiled
     def _accumulated(self, p: torch.Tensor) -> None:
         """Autograd has added to the gradient of a parameter."""
-        self.moved_nbytes += self._park(p)
+        later = id(p) in self._later and not has_hooks_of_others(p)
+        if later or id(p) in self._turns:
+            self.leave()
+        self.moved_nbytes += self._park(p, later)
+
+    @uncompiled
+    def leave(self) -> None:
+        """The gradient whose copy was begun leaves."""
+        with self._lock:
+            leaving, self._leaving = self._leaving, None
+            if leaving is None:
+                return
+            p, place = leaving
+            with below_autograd(), unwatched():
+                again = place.end_leaving()
+            if again is not None and gradient_of(p) is again:
+                self._park(p)
 
     def park(self) -> None:
         """Park all gradients that are on the device."""
+        self.leave()
         for p in self._parameters:
             self._park(p)
 
-    def _park(self, p: torch.Tensor) -> int:
-        """Returns the bytes that left the device."""
+    def _park(self, p: torch.Tensor, later: bool = False) -> int:
+        """Returns the bytes that left the device, or do so `later`."""
         gradient = gradient_of(p)
         if gradient is not None and is_plain(gradient) and is_foreign(gradient):
             self._tell("others have the memory of some (`numpy()`), which stay where they are")
@@ -219,11 +298,20 @@ class ParkedGradients:
             place = self.places[id(p)]
             was_away = place.is_away(gradient)
             try:
-                place.park(gradient)
+                if later and place.begin_leaving(gradient, self._stream_of(gradient.device)):
+                    self._leaving = p, place
+                    queue_callback(self.leave)
+                else:
+                    place.park(gradient)
             except OffloadError as error:
                 self._tell(f"{error}: it stays on the device")
                 return 0
             return 0 if was_away else gradient.nbytes
+
+    def _stream_of(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            self._streams[device] = backend_of(device).streams.Stream(device)
+        return self._streams[device]
 
     def and_of(self, nbytes: Mapping[int, int]) -> dict[int, int]:
         """Identity of a parameter -> bytes of its gradient and these."""
@@ -235,6 +323,7 @@ class ParkedGradients:
         """Within, the gradients of these parameters are on the device: the optimizer reads them, by fused kernels or not. Where
         there is no room for one, it is read where it is.
         """
+        self.leave()
         gradients = [(self.places[id(p)], g) for p in parameters if id(p) in self.places and (g := gradient_of(p)) is not None]
         with self._lock, below_autograd(), unwatched(), contextlib.suppress(torch.OutOfMemoryError):
             for place, gradient in gradients:
@@ -247,6 +336,7 @@ class ParkedGradients:
 
     def keep(self, parameters: Collection[torch.Tensor]) -> None:
         """From now on, only the gradients of these parameters are parked."""
+        self.leave()
         self._parameters = [p for p in self._parameters if p in parameters]
         kept = set(map(id, self._parameters))
         self._stop_listening(self._hooks.keys() - kept)
@@ -263,6 +353,7 @@ class ParkedGradients:
 
     def close(self) -> None:
         """G4. May be called again."""
+        self.leave()
         self._stop_listening(self._hooks)
         if self._bring_home(self.places):
             self._shelf.close()
@@ -286,6 +377,11 @@ class ParkedGradients:
         if what not in self._said:
             self._said.add(what)
             self._say(f"MemOpt: gradients that the plan parks: {what}")
+
+
+def has_hooks_of_others(p: torch.Tensor) -> bool:
+    """Whether somebody else is told when the gradient of this parameter was accumulated, and may write it."""
+    return any(not str(hook.__module__).startswith(f"{_PACKAGE}.") for hook in accumulation_hooks(p))
 
 
 def _nothing(_: Any) -> None:

@@ -10,6 +10,10 @@ S1. A storage is emptied only after its copy out has ended, and its copy is drop
     or is interrupted, one of the two has all bytes.
 S2. A tensor is parked only if nobody but the optimizer holds it, its storage, or the dict that it is in.
 S3. Checkpoints, copies and pickles have plain dicts, with tensors that have their bytes.
+S4. State that was written while its copy ran is copied again.
+
+In backward, copies may run while it goes on: then the state of the next early update comes, and that of the last one leaves,
+while the next gradient is computed.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import optim
@@ -32,6 +36,7 @@ from lightning_memopt.device.backends import backend_of
 from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.record import fills, is_plain, uncompiled, unwatched
+from lightning_memopt.record.backwards import after_failed_backwards
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.leaving import leaves
 from lightning_memopt.record.tensors import bytes_of, in_shared_memory
@@ -40,13 +45,29 @@ from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
 from lightning_memopt.runtime.parked_gradients import ParkedGradients
 from lightning_memopt.runtime.state_chunks import Chunks, chunks_of
 from lightning_memopt.runtime.state_dicts import ParkedState
+from lightning_memopt.runtime.tiers import Stored
 from lightning_memopt.runtime.tiers.shelf import unobserved
 from lightning_memopt.runtime.tiers.streams import empty_storage, wait_on_host
+from lightning_memopt.torch_private import queue_callback
 
 
 def is_any_parked() -> bool:
     """Whether state of any optimizer is parked between its updates."""
     return len(_living) > 0
+
+
+class _Leaving(NamedTuple):
+    """A tensor of a parameter's state that is being copied to the tier, and is on the device meanwhile.
+
+    identity, version: which tensor it was, and of which version, when the copy began.
+    stored: its copy.
+    """
+
+    state: ParkedState
+    name: Any
+    identity: int
+    version: int
+    stored: Stored
 
 
 class ParkedStates:
@@ -81,6 +102,12 @@ class ParkedStates:
         self._lock = threading.RLock()
         self._nbytes = {id(p): nbytes for p, nbytes in parameters.items()}
         self._gradients = gradients
+        self._following: dict[int, torch.Tensor] = {}
+        self._later: frozenset[int] = frozenset()
+        self._turns: frozenset[int] = frozenset()
+        self._leaving: list[_Leaving] = []
+        self._listening = contextlib.ExitStack()
+        weakref.finalize(self, self._listening.close).atexit = False
         self._groups: list[dict[str, Any]] | None = None
         self._hook: Any = optimizer.register_state_dict_post_hook(partial(_with_plain_states, weakref.ref(self)))
         _living.add(self)
@@ -88,6 +115,20 @@ class ParkedStates:
     def has(self, p: torch.Tensor) -> bool:
         """Whether it is one of these parameters."""
         return id(p) in self._nbytes
+
+    def copy_beside_backward(
+        self, following: Mapping[torch.Tensor, torch.Tensor], until: Mapping[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """From now on, these copies run while backward goes on, and no others. `following`: parameter -> the one whose state
+        comes when this one is updated. `until`: parameter -> the one with whose state, or gradient, its own leaves.
+        """
+        self._following = {id(p): after for p, after in following.items()}
+        self._later, self._turns = frozenset(map(id, until)), frozenset(map(id, until.values()))
+        if self._gradients is not None:
+            self._gradients.leave_later(until)
+        self._listening.close()
+        if until:
+            self._listening.enter_context(after_failed_backwards(partial(_backward_failed, weakref.ref(self))))
 
     # -- all state ---------------------------------------------------------------------------------
 
@@ -103,6 +144,7 @@ class ParkedStates:
 
     def park(self) -> None:
         """Park all that is on the device."""
+        self._leave()
         for p in self.parameters:
             self._park(p, {})
         if self._gradients is not None:
@@ -113,7 +155,14 @@ class ParkedStates:
         self._give_back_groups()
         self._fetch(self.parameters)
 
+    def leave(self) -> None:
+        """What is being copied in backward leaves."""
+        self._leave()
+        if self._gradients is not None:
+            self._gradients.leave()
+
     def _fetch(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._leave()
         self._stays = True
         try:
             with self._update():
@@ -142,6 +191,8 @@ class ParkedStates:
         if self._gradients is not None:
             self._gradients.close()
             self._gradients = None
+        self._listening.close()
+        self._leave()
         if not _have_room(state for p in self.parameters if type(state := self.optimizer.state.get(p)) is ParkedState):
             self._give_back_groups()
             self._tell("the device has no room for all of it at once, so it stays in the tier, and comes back as it is read")
@@ -156,6 +207,7 @@ class ParkedStates:
 
     def step_begins(self) -> None:
         """The optimizer is about to step: it gets its parameters in chunks."""
+        self._leave()
         self._give_back_groups()
         self._groups = self.optimizer.param_groups
         code = inspect.unwrap(type(self.optimizer).step).__code__
@@ -198,9 +250,17 @@ class ParkedStates:
     @contextlib.contextmanager
     def updating(self, p: torch.Tensor) -> Iterator[None]:
         """Around the update of one of these parameters in backward."""
+        if id(p) in self._turns:
+            self._leave()
+        following = self._following.get(id(p))
+        if following is not None:
+            self._begin(following)
         with self._update():
             yield
-        self._park(p, {})
+        later = id(p) in self._later
+        self._park(p, {}, later)
+        if later:
+            queue_callback(self._leave)
 
     @contextlib.contextmanager
     def _update(self) -> Iterator[None]:
@@ -214,9 +274,9 @@ class ParkedStates:
     # -- one parameter -----------------------------------------------------------------------------
 
     @uncompiled
-    def _park(self, p: torch.Tensor, held: Mapping[int, int]) -> None:
+    def _park(self, p: torch.Tensor, held: Mapping[int, int], later: bool = False) -> None:
         """Park the state of a parameter. `held`: identity of a tensor or dict -> how often a step holds it that will not read
-        it.
+        it. `later`: only begin to.
         """
         with self._lock:
             states: dict[Any, Any] = self.optimizer.state
@@ -233,9 +293,9 @@ class ParkedStates:
                 self._stop(state, name)
             for name in tuple(dict.keys(state)):
                 if name not in state.away and may_be_parked(dict.__getitem__(state, name)):
-                    self._park_one(state, name, held)
+                    self._park_one(state, name, held, later)
 
-    def _park_one(self, state: ParkedState, name: Any, held: Mapping[int, int]) -> None:
+    def _park_one(self, state: ParkedState, name: Any, held: Mapping[int, int], later: bool = False) -> None:
         counts = use_counts(state, name)
         t: torch.Tensor = dict.__getitem__(state, name)
         if counts[0] - held.get(id(t), 0) > ALONE[0] or counts[1:] != ALONE[1:]:
@@ -245,16 +305,48 @@ class ParkedStates:
             flat = bytes_of(t)
             try:
                 stored = self._depot.store(self._tier, flat, f"optimizer state {name!r}")
+                if later:
+                    self._leaving.append(_Leaving(state, name, id(t), t._version, stored))
+                    return
                 stored.wait_stored()
             except OffloadError as error:
                 self._tell(f"{error}: it stays on the device")
                 return
             del flat
-            if not t.untyped_storage().resizable():  # a checkpoint's, as `torch.load` makes it
-                t.set_(torch.empty_like(t).copy_(t).untyped_storage(), 0, t.size(), t.stride())
-            state.away[name] = stored  # S1: before the storage is emptied
-            empty_storage(t)
-            leaves(t)
+            self._leave_one(state, name, t, stored)
+
+    def _leave_one(self, state: ParkedState, name: Any, t: torch.Tensor, stored: Stored) -> None:
+        """Below autograd: the copy out has ended."""
+        if not t.untyped_storage().resizable():  # a checkpoint's, as `torch.load` makes it
+            t.set_(torch.empty_like(t).copy_(t).untyped_storage(), 0, t.size(), t.stride())
+        state.away[name] = stored  # S1: before the storage is emptied
+        empty_storage(t)
+        leaves(t)
+
+    @uncompiled
+    def _leave(self) -> None:
+        """State whose copy out was begun leaves, after that copy."""
+        with self._lock, below_autograd(), unwatched():
+            while self._leaving:
+                state, name, identity, version, stored = self._leaving.pop()
+                try:
+                    stored.wait_stored()
+                except OffloadError as error:
+                    self._tell(f"{error}: it stays on the device")
+                    continue
+                if self._is_as_copied(state, name, identity, version):
+                    self._leave_one(state, name, dict.__getitem__(state, name), stored)
+                else:  # it is parked with all that is on the device when the next step begins
+                    stored.release()
+
+    @staticmethod
+    def _is_as_copied(state: ParkedState, name: Any, identity: int, version: int) -> bool:
+        """Whether a tensor of this state is the one that was copied, unchanged, and nobody else holds it (S2, S4)."""
+        t = dict.get(state, name)
+        if id(t) != identity or not isinstance(t, torch.Tensor) or t._version != version:
+            return False
+        del t
+        return use_counts(state, name) == ALONE
 
     @uncompiled
     def _begin(self, p: torch.Tensor) -> None:
@@ -316,6 +408,13 @@ class ParkedStates:
 
 
 _living: weakref.WeakSet[ParkedStates] = weakref.WeakSet()
+
+
+def _backward_failed(parked: weakref.ref[ParkedStates]) -> None:
+    """What is being copied may be written from now on."""
+    states = parked()
+    if states is not None:
+        states.leave()
 
 
 def _before_fork() -> None:

@@ -46,7 +46,8 @@ _SHARES = 4
 class Rests:
     """What is parked in a step: the optimizer state of these parameters, and the weights of these modules.
 
-    ahead: the weights of a module are copied while the module before it computes.
+    ahead: copies run while the step computes: those of a module's weights while the module before it does, those of gradients
+        and of the state of early updates while backward goes on.
     """
 
     states: tuple[StateOf, ...] = ()
@@ -127,7 +128,7 @@ class _Try:
             return cls(rests, None, refusal, tuple(lines))
         if rests:
             states, weights = rests.parked_states, rests.parked_weights
-            plan = replace(with_rest(solved.plan, states, weights), unmodified_peak_nbytes=unmodified_nbytes)
+            plan = replace(with_rest(solved.plan, graph, states, weights), unmodified_peak_nbytes=unmodified_nbytes)
             frontier = replace(solved.frontier, states=states, weights=weights, unmodified_peak_nbytes=unmodified_nbytes)
             solved = solved._replace(plan=plan, frontier=frontier)
         return cls(rests, solved, None, tuple(lines))
@@ -304,15 +305,16 @@ class AtRest(Part):
         return rests if len(rests) == len(found) else self._priced(graph, rests)
 
     def _ahead(self, graph: Graph, rests: Rests) -> Rests | None:
-        """The same, with weights that are copied ahead; None where that hides nothing."""
-        if not rests.units or not copies_overlap(self._offloading.device):
+        """The same, with copies that run while the step computes; None where that hides nothing."""
+        if not rests or not copies_overlap(self._offloading.device):
             return None
-        return self._priced(graph, replace(rests, ahead=True))
+        ahead = self._priced(graph, replace(rests, ahead=True))
+        return ahead if rests.units or any(state.leaves_before for state in ahead.parked_states) else None
 
     def _priced(self, graph: Graph, rests: Rests) -> Rests:
         """The same, priced for a step in which only this is parked."""
         units = self.weights.priced(graph, rests.units, rests.ahead)
-        return replace(rests, states=tuple(self.states.priced(graph, rests.states)), units=tuple(units))
+        return replace(rests, states=tuple(self.states.priced(graph, rests.states, rests.ahead)), units=tuple(units))
 
     def _in_step(self, graph: Graph, rests: Rests) -> Graph:
         graph = self.weights.in_step(graph, rests.units, rests.ahead) if rests.units else graph

@@ -34,6 +34,7 @@ from lightning_memopt.session.measure.peak_meter import in_compiled_code
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.solve.rehearsal import rehearse
+from lightning_memopt.torch_private import has_backward_hooks
 
 Say = Callable[[str], None]
 _CHUNKED = (*ALLOWED, optim.Adamax, optim.RMSprop, optim.ASGD, optim.Rprop, optim.Adadelta)
@@ -75,7 +76,7 @@ class StatesAtRest(Part):
         self._states: tuple[StateParking, ...] = ()
         self._depot = Depot()
         self._parked: list[ParkedStates] = []
-        self._compiled = False
+        self._compiled = self._hooked = False
         self._moved_nbytes = 0
 
     # -- moments of a step -------------------------------------------------------------------------
@@ -84,16 +85,21 @@ class StatesAtRest(Part):
         """These states are parked from now on, and no others."""
         if self._compiled:
             states = ()
-        now, wanted = _nbytes_of(self._states), _nbytes_of(states)
-        if wanted and wanted.items() <= now.items():  # a plan follows steps that parked everything: the rest stays away
-            self._states = states
-            if len(wanted) < len(now):
+        changed = states != self._states
+        if changed:
+            now, wanted = _nbytes_of(self._states), _nbytes_of(states)
+            if wanted and wanted.items() <= now.items():  # a plan follows steps that parked everything: the rest stays away
+                self._states = states
                 named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
-                for each in self._parked:
+                for each in self._parked if len(wanted) < len(now) else ():
                     each.keep(*(_of(states, what, named).keys() for what in get_args(Read)))
-        elif states != self._states:
-            self.close()
-            self._begin(states)
+            else:
+                self.close()
+                self._begin(states)
+        beside = any(state.leaves_before for state in states)
+        hooked, self._hooked = self._hooked, beside and any(map(has_backward_hooks, self.model.modules()))
+        if changed or hooked != self._hooked:
+            self._copy_beside_backward()
         for each in self._parked:
             each.park()
 
@@ -159,6 +165,18 @@ class StatesAtRest(Part):
             if state or gradient:
                 parked_gradients = self._gradients(optimizer, gradient)
                 self._parked.append(ParkedStates(optimizer, state, self._depot, tier, self._say, parked_gradients))
+
+    def _copy_beside_backward(self) -> None:
+        """Copies run beside backward where the states say so, unless a module has hooks there, which may write what is being
+        copied.
+        """
+        named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
+        states = () if self._hooked else self._states
+        pairs = [(state, named[state.parameter]) for state in states if state.parameter in named]
+        following = {named[state.comes_after]: p for state, p in pairs if state.comes_after in named}
+        until = {p: named[state.leaves_before] for state, p in pairs if state.leaves_before in named}
+        for each in self._parked:
+            each.copy_beside_backward(following, until)
 
     def _gradients(self, optimizer: optim.Optimizer, nbytes: Mapping[torch.Tensor, int]) -> ParkedGradients | None:
         """Gradients of parameters of this optimizer are parked from now on."""
@@ -260,9 +278,9 @@ class StatesAtRest(Part):
                 if sizes:
                     yield names[id(p)], sizes, is_there
 
-    def priced(self, graph: Graph, states: Sequence[StateOf]) -> list[StateOf]:
-        """These states, priced for a step in which they are parked, and no others."""
-        return priced(graph, states, self.chunks(graph, states))
+    def priced(self, graph: Graph, states: Sequence[StateOf], ahead: bool = False) -> list[StateOf]:
+        """These states, priced for a step in which they are parked, and no others. `ahead`: copies run beside backward."""
+        return priced(graph, states, self.chunks(graph, states), ahead)
 
     def _may(self, optimizer: optim.Optimizer) -> bool:
         """Whether state of this optimizer can be parked."""

@@ -24,9 +24,11 @@ from lightning_memopt.plan import (
     early,
     fewest,
     fixed_levels,
+    names_of,
     simulate,
     updated,
 )
+from lightning_memopt.plan.states import in_plan
 from lightning_memopt.plan.tiers import tier_budgets_text
 from lightning_memopt.solvers.recompute import bound
 from lightning_memopt.units import format_nbytes
@@ -195,7 +197,7 @@ class Frontier:
     def _whole(self, plan: Plan) -> Plan:
         """With all that was decided beside the lives."""
         plan = replace(self._with_updates(plan), regions=self.regions, tiles=self.tiles, tier_limits=self.tier_limits)
-        return with_rest(plan, self.states, self.weights)
+        return with_rest(plan, self.graph, self.states, self.weights)
 
     def _plan(self, budget_nbytes: int) -> Plan:
         """The plan for a budget if every parameter that may be updated early is."""
@@ -254,9 +256,10 @@ class Frontier:
         return None
 
 
-def with_rest(plan: Plan, states: tuple[StateParking, ...], weights: tuple[WeightParking, ...]) -> Plan:
+def with_rest(plan: Plan, graph: Graph, states: tuple[StateParking, ...], weights: tuple[WeightParking, ...]) -> Plan:
     """This plan of a step in which these states and weights are parked, with what their copies cost."""
     predicted = plan.predicted
+    states = in_plan(states, names_of(graph, plan.updates)) if states else ()
     each: tuple[StateParking | WeightParking, ...] = (*states, *weights)
     moved_nbytes = sum(2 * state.nbytes for state in states) + sum(len(unit.beside) * unit.nbytes for unit in weights)
     seconds = sum(one.seconds for one in each)
