@@ -1,0 +1,187 @@
+"""Copies of gradients, and of the state of early updates, that run while backward goes on: their prices, what is on the device
+meanwhile, and the bits. The CPU is told that it can do both. (On a device: tests/emulated/test_beside_backward.py.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from lightning_memopt import optimize
+from lightning_memopt.native.engine import loaded
+from lightning_memopt.plan import StateParking
+from lightning_memopt.plan.model import Read
+from lightning_memopt.plan.states import StateOf, in_plan, priced
+from lightning_memopt.runtime import install_native
+from lightning_memopt.runtime.tiers.shelf import is_away
+from lightning_memopt.session import at_rest
+from tests.cpu.lib.engines import elements
+from tests.cpu.lib.times import Known, given
+
+WIDTH, DEPTH = 192, 6
+WEIGHT_NBYTES = 4 * WIDTH * WIDTH
+
+
+@pytest.fixture(autouse=True)
+def overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, Known())
+    install_native(lambda line: None)
+    if loaded() is None:
+        pytest.skip("no C++ compiler: gradients are not parked")
+    monkeypatch.setattr(at_rest, "copies_overlap", lambda device: True)
+
+
+def train(early: bool, budget: Any) -> tuple[Any, Any, list[tuple[int, int]]]:
+    """The bits of weights and state after some steps, and the run's status. And before each gradient of the last step is
+    accumulated: how many matrices have a gradient, and how many have state, on the device.
+    """
+    gc.collect()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    weights = [p for p in model.parameters() if p.dim() == 2]
+    there: list[tuple[int, int]] = []
+
+    def look(_: Tensor) -> None:
+        states = [dict.get(dict.__getitem__(optimizer.state, p), "exp_avg") for p in weights if p in optimizer.state]
+        with_state = sum(t is not None and t.untyped_storage().nbytes() > 0 for t in states)
+        there.append((sum(p.grad is not None and not is_away(p.grad) for p in weights), with_state))
+
+    status = None
+    updates: Any = "always" if early else "never"
+    with contextlib.ExitStack() as stack:
+        run: Any = None
+        if budget is not None:
+            run = stack.enter_context(
+                optimize(model, optimizer, budget=budget, offload="disk", max_slowdown=1e6, optimizer_in_backward=updates)
+            )
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = model(torch.randn(8, WIDTH)).square().mean()
+            hooks = [p.register_hook(look) for p in weights] if step == 5 else []
+            with run.last_backward() if run is not None and early else contextlib.nullcontext():
+                loss.backward()
+            if not early:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            for hook in hooks:
+                hook.remove()
+        if run is not None:
+            status = run.status()
+    state = [t for each in optimizer.state.values() for t in each.values()]
+    return elements([p.detach() for p in (*model.parameters(), *state)]), status, there
+
+
+def of_matrices(status: Any, what: str) -> list[StateParking]:
+    return [state for state in status.plan.states if state.what == what and state.nbytes >= WEIGHT_NBYTES]
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_copies_run_while_backward_goes_on(early: bool) -> None:
+    """A gradient, or the state of two updates, is on the device meanwhile, as the plan says, to the byte."""
+    plain, _, _ = train(early, None)
+    _, least, _ = train(early, "min")
+    found, status, there = train(early, least.plan.budget_nbytes + 4 * WEIGHT_NBYTES)
+    assert found == plain
+    assert 0 <= status.predicted_peak_nbytes - status.measured_peak_nbytes <= 64
+    moving = of_matrices(status, "state" if early else "gradient")
+    assert sum(bool(each.leaves_before) for each in moving) == len(moving) - 1 >= 3
+    assert sum(bool(each.comes_after) for each in moving) == (len(moving) - 1 if early else 0)
+    assert all(each.seconds < each.copy_seconds for each in moving if each.leaves_before)
+    if early:  # that of the last update, and that of the one that follows
+        assert there == [(0, 0), *[(0, 2)] * (DEPTH - 1)]
+    else:
+        assert max(gradients for gradients, _ in there) == 1 and sum(gradients for gradients, _ in there) == len(moving) - 1
+
+
+def test_smallest_plans_wait_for_copies() -> None:
+    """One gradient at a time takes fewer bytes than two."""
+    _, least, there = train(False, "min")
+    assert not any(each.leaves_before for each in of_matrices(least, "gradient")) and there == [(0, 0)] * DEPTH
+
+
+# -- prices ----------------------------------------------------------------------------------------
+
+
+def fake_step(gaps: Sequence[float], early: bool) -> Any:
+    """A step whose backward computes so many seconds before each gradient is accumulated, and before its early update."""
+    tensors = [SimpleNamespace(name=f"p{i}") for i in range(len(gaps))]
+    computing = [SimpleNamespace(at=3 * i, seconds=gap, phase="backward") for i, gap in enumerate(gaps)]
+    updating = [SimpleNamespace(at=3 * i + 2, seconds=1.0, phase="update") for i in range(len(gaps))]
+    return SimpleNamespace(
+        tensors=tensors,
+        ops=[op for pair in zip(computing, updating, strict=True) for op in pair] if early else computing,
+        updates=[SimpleNamespace(parameter=i, at=3 * i + 1) for i in range(len(gaps))] if early else [],
+        ops_of=lambda point: [updating[point // 3]],
+        gradients={t.name: (0, 3 * i + 1) for i, t in enumerate(tensors)},
+    )
+
+
+def states_of(copies: Sequence[tuple[float, float]], what: Read) -> list[StateOf]:
+    """`copies`: seconds out, and back."""
+    return [
+        StateOf(
+            StateParking(
+                parameter=f"p{i}", what=what, tier="disk", nbytes=1, tier_nbytes=1, copy_seconds=out + back, seconds=out + back
+            ),
+            (1,),
+            back,
+        )
+        for i, (out, back) in enumerate(copies)
+    ]
+
+
+def waits(gaps: Sequence[float], copies: Sequence[tuple[float, float]], early: bool) -> float:
+    """Seconds that backward waits, by clocks of the two directions of a link. Copies back of gradients are in the update."""
+    waited = 0.0 if early else sum(back for _, back in copies)
+    leaves = comes = 0.0  # when the copies that run end, from now on
+    if early:
+        waited += copies[0][1]
+    for i, (out, _) in enumerate(copies):
+        if i:
+            wait = max(0.0, leaves - gaps[i], comes - gaps[i])
+            waited += wait
+        leaves = out
+        comes = copies[i + 1][1] if early and i + 1 < len(copies) else 0.0
+    return waited + leaves
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("early", [False, True])
+def test_a_step_waits_as_long_as_clocks_say(seed: int, early: bool) -> None:
+    draw = random.Random(seed)
+    gaps = [draw.choice([0.0, 1.0, 2.0, 5.0]) for _ in range(6)]
+    copies = [(draw.choice([0.5, 1.0, 3.0]), draw.choice([0.5, 1.0, 4.0])) for _ in range(6)]
+    states = priced(fake_step(gaps, early), states_of(copies, "state" if early else "gradient"), [], beside_backward=True)
+    assert sum(state.parking.seconds for state in states) == pytest.approx(waits(gaps, copies, early))
+    apart = priced(fake_step(gaps, early), states_of(copies, "state" if early else "gradient"), [])
+    assert sum(state.parking.seconds for state in apart) == sum(map(sum, copies))
+
+
+def test_small_ones_do_not_take_turns() -> None:
+    """Nothing is computed between the gradients of a weight and of its bias."""
+    states = states_of([(1.0, 1.0)] * 4, "gradient")
+    states[1] = replace(states[1], parking=replace(states[1].parking, nbytes=1))
+    large = [replace(s, parking=replace(s.parking, nbytes=1000)) if i != 1 else s for i, s in enumerate(states)]
+    found = priced(fake_step([1.0] * 4, False), large, [], beside_backward=True)
+    assert [state.parking.leaves_before for state in found] == ["p2", "", "p3", ""]
+
+
+def test_a_neighbour_that_is_updated_after_backward() -> None:
+    """Its state does not come in backward, so nothing comes or leaves beside it."""
+    states = priced(fake_step([1.0] * 3, True), states_of([(1.0, 1.0)] * 3, "state"), [], beside_backward=True)
+    parking = [state.parking for state in states]
+    assert [(each.comes_after, each.leaves_before) for each in parking] == [("", "p1"), ("p0", "p2"), ("p1", "")]
+    chosen = in_plan(parking, {"p0", "p2"})
+    assert [(each.comes_after, each.leaves_before) for each in chosen] == [("", ""), ("", ""), ("", "")]
+    chosen = in_plan(parking, {"p1", "p2"})
+    assert [(each.comes_after, each.leaves_before) for each in chosen] == [("", ""), ("", "p2"), ("p1", "")]
