@@ -89,7 +89,7 @@ def priced(graph: Graph, states: Sequence[StateOf], chunks: Chunks, beside_backw
                 hidden[state.parking.parameter] += share * state.back_seconds
             going = sum(state.parking.copy_seconds - state.back_seconds for state in usual)
     moments = _moments(graph, states) if beside_backward else {}
-    neighbours = _neighbours(moments)
+    neighbours = _neighbours(moments, chunks)
 
     def waiting(state: StateOf) -> StateOf:
         parking = state.parking
@@ -131,13 +131,16 @@ def _moments(graph: Graph, states: Sequence[StateOf]) -> dict[Key, int]:
     return dict(sorted(moments.items(), key=lambda moment: moment[1]))
 
 
-def _neighbours(moments: Mapping[Key, int]) -> dict[Key, tuple[str, str]]:
-    """The parameters before and after each of these whose copies take turns with its own; "" where there is none. A gradient
-    comes back in the update, so nothing is before it.
+def _neighbours(moments: Mapping[Key, int], chunks: Chunks) -> dict[Key, tuple[str, str]]:
+    """The parameters before and after each of these whose copies take turns with its own, of the same optimizer; "" where there
+    is none. A gradient comes back in the update, so nothing is before it.
     """
+    optimizer_of = {name: i for i, own in enumerate(chunks) for chunk in own for name in chunk.parameters}
+    chains = defaultdict[tuple[Read, int | None], list[str]](list)
+    for name, what in moments:
+        chains[what, optimizer_of.get(name)].append(name)
     neighbours: dict[Key, tuple[str, str]] = {}
-    for what in ("state", "gradient"):
-        names = [name for name, of in moments if of == what]
+    for (what, _), names in chains.items():
         before = ["", *names] if what == "state" else [""] * len(names)
         for name, previous, following in zip(names, before, [*names[1:], ""], strict=False):
             neighbours[name, what] = previous, following

@@ -20,7 +20,7 @@ from lightning_memopt import optimize
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import StateParking
 from lightning_memopt.plan.model import Read
-from lightning_memopt.plan.states import StateOf, in_plan, priced
+from lightning_memopt.plan.states import Chunk, StateOf, in_plan, priced
 from lightning_memopt.runtime import install_native
 from lightning_memopt.runtime.tiers.shelf import is_away
 from lightning_memopt.session import at_rest
@@ -174,6 +174,14 @@ def test_small_ones_do_not_take_turns() -> None:
     large = [replace(s, parking=replace(s.parking, nbytes=1000)) if i != 1 else s for i, s in enumerate(states)]
     found = priced(fake_step([1.0] * 4, False), large, [], beside_backward=True)
     assert [state.parking.leaves_before for state in found] == ["p2", "", "p3", ""]
+
+
+def test_gradients_of_two_optimizers_take_turns_apart() -> None:
+    """Each optimizer's gradients are told of its own parameters alone."""
+    own = [[Chunk((f"p{i}", f"p{i + 2}"), 0, False)] for i in range(2)]
+    found = priced(fake_step([1.0] * 4, False), states_of([(1.0, 1.0)] * 4, "gradient"), own, beside_backward=True)
+    assert [state.parking.leaves_before for state in found] == ["p2", "p3", "", ""]
+    assert [state.parking.seconds for state in found] == [1.0, 1.0, 2.0, 2.0]
 
 
 def test_a_neighbour_that_is_updated_after_backward() -> None:
