@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from lightning_memopt.graph import BEFORE, Graph, Op, Tensor
 from lightning_memopt.plan.model import StateParking
 
-_NAME = "parked state"
+PARKED_STATE = "parked state"
+"""The name of tensors that stand for what an update has on the device of all that is parked."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def parked(graph: Graph, states: Sequence[StateOf], chunks: Chunks) -> Graph:
         """State is on the device from this op of an update on; from the beginning of the step without one."""
         id, born_at = len(tensors), BEFORE if op is None else op.at
         tensors.append(
-            Tensor(id=id, name=_NAME, nbytes=nbytes, kind="temporary", storage=id, born_at=born_at, freed_at=freed_at)
+            Tensor(id=id, name=PARKED_STATE, nbytes=nbytes, kind="temporary", storage=id, born_at=born_at, freed_at=freed_at)
         )
         if op is not None:
             ops[op.id] = replace(ops[op.id], outputs=(*ops[op.id].outputs, id))
