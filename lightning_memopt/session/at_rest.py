@@ -333,7 +333,7 @@ class AtRest(Part):
         """
         room, chunks = limit_nbytes, self.states.chunks(graph, rests.states)
         for _ in range(_TRIES):
-            some, plan = _filled(frontier, rests, chunks, room)
+            some, plan = least_parked(frontier, rests, chunks, room)
             if plan is None or len(some) == len(rests):
                 break
             step = updated(self._in_step(graph, some), plan.updates)
@@ -377,8 +377,8 @@ def _by_bytes(tiers: Mapping[str, int]) -> float:
 
 
 def _fastest(frontier: Frontier, rests: Rests, limit_nbytes: int) -> Rests:
-    """What to park for the fastest step within the limit, by the plans that are known: shares of what rests. `frontier`: of the step in which
-    everything is parked.
+    """What to park for the fastest step within the limit, by the plans that are known: shares of what rests. `frontier`: of the
+    step in which everything is parked.
 
     State that stays takes its bytes at every point of a step. So the plans of a step that parks less are those of the step
     that parks all, for a budget that is smaller by what stays. Weights that stay take no more than that.
@@ -394,9 +394,9 @@ def _fastest(frontier: Frontier, rests: Rests, limit_nbytes: int) -> Rests:
     return rests.only(cheapest[: best[1]])
 
 
-def _filled(frontier: Frontier, rests: Rests, chunks: Chunks, limit_nbytes: int) -> tuple[Rests, Plan | None]:
-    """As `_fastest`, and the plan. What has room beside the plan stays, however little that is, and where that room is needed for
-    a short time only, what is not there at that time. `chunks`: those of updates if everything is parked.
+def least_parked(frontier: Frontier, rests: Rests, chunks: Chunks, limit_nbytes: int) -> tuple[Rests, Plan | None]:
+    """As `_fastest`, and the plan. What has room beside the plan stays, however little that is, and where that room is needed
+    for a short time only, what is not there at that time. `chunks`: those of updates if everything is parked.
     """
     everything = rests.by_price()
     nbytes = sum(each.parking.nbytes for each in everything)
