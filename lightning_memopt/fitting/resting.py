@@ -55,27 +55,32 @@ class Resting:
 
 @dataclass(frozen=True)
 class Parked:
-    """A step with all of it parked.
+    """A step with some of it parked.
 
     graph: the step.
-    states, weights: what is parked, and what that costs on a card.
+    rests: what is parked, and what that costs on a card.
+    chunks: those of each optimizer's step.
     """
 
     graph: Graph
-    states: tuple[StateParking, ...]
-    weights: tuple[WeightParking, ...]
+    rests: Rests
+    chunks: tuple[tuple[Chunk, ...], ...]
 
     @property
-    def tier_nbytes(self) -> int:
-        """Bytes that all of it takes in the tier."""
-        return sum(state.tier_nbytes for state in self.states) + sum(unit.tier_nbytes for unit in self.weights)
+    def states(self) -> tuple[StateParking, ...]:
+        return self.rests.parked_states
+
+    @property
+    def weights(self) -> tuple[WeightParking, ...]:
+        return self.rests.parked_weights
 
     @classmethod
     def of(
         cls, resting: Resting, graph: Graph, tier: str, rates: MachineRates, ahead: bool, limit_nbytes: int | None = None
     ) -> Parked:
-        """`graph`: the step as it is, with the seconds of its ops on the card. `rates`: those of the card's links. `ahead`:
-        copies run while the step computes. `limit_nbytes`: what the tier holds.
+        """All that the tier has room for. `graph`: the step as it is, with the seconds of its ops on the card. `rates`: those of
+        the card's links. `ahead`: copies run while the step computes. `limit_nbytes`: what the tier
+        holds.
         """
         blocks = kind_of(graph.device).allocated_nbytes
         movable, _ = weights_in_step.movable(graph, weights_in_step.read_units(graph, resting.weights))
@@ -87,14 +92,18 @@ class Parked:
             return StateOf(parking, tuple(map(blocks, state.sizes)), back)
 
         may_be = may_be_parked(graph, resting.states)
-        fit = Rests(tuple(on_card(state) for state in may_be), tuple(units)).within(limit_nbytes)
-        states = states_in_step.priced(graph, fit.states, resting.chunks, ahead)
-        if len(fit.units) < len(units):
-            movable = [each.unit for each in fit.units]
-            units = weights_in_step.priced(graph, movable, ahead, tier, rates.in_seconds)
-        step = weights_in_step.parked_weights(graph, movable, ahead) if movable else graph
-        step = states_in_step.parked(step, states, resting.chunks) if states else step
-        return cls(step, tuple(state.parking for state in states), tuple(unit.parking for unit in units))
+        fit = Rests(tuple(on_card(state) for state in may_be), tuple(units), ahead).within(limit_nbytes)
+        return cls.only(graph, fit, resting.chunks, tier, rates)
+
+    @classmethod
+    def only(cls, graph: Graph, rests: Rests, chunks: tuple[tuple[Chunk, ...], ...], tier: str, rates: MachineRates) -> Parked:
+        """This alone, priced for such a step. See `of`."""
+        states = states_in_step.priced(graph, rests.states, chunks, rests.ahead)
+        units = [each.unit for each in rests.units]
+        priced = weights_in_step.priced(graph, units, rests.ahead, tier, rates.in_seconds)
+        step = weights_in_step.parked_weights(graph, units, rests.ahead) if units else graph
+        step = states_in_step.parked(step, states, chunks) if states else step
+        return cls(step, replace(rests, states=tuple(states), units=tuple(priced)), chunks)
 
 
 def resting_text(states: tuple[StateParking, ...], weights: tuple[WeightParking, ...]) -> str:

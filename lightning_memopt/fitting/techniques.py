@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
@@ -32,6 +32,7 @@ from lightning_memopt.plan import Machine, Plan, TiledHead, simulate
 from lightning_memopt.plan.forms import TIERS
 from lightning_memopt.plan.logits import are_worth_tiles
 from lightning_memopt.plan.rates import MachineRates
+from lightning_memopt.session.at_rest import least_parked
 from lightning_memopt.session.parking.joint_frontier import JointFrontier
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.tiling import why_not
@@ -46,6 +47,8 @@ _OTHER_SECONDS, _LEAST_SECONDS = 3.0, 1.0
 only about how long a step takes."""
 _STARTS = 8
 """Maximum number of plans that recompute from which such a search starts."""
+_TRIES = 4
+"""Maximum number of choices of what to park."""
 _AS_IT_IS = "This step can only be asked about as it is."
 Heads = tuple[TiledHead, ...]
 
@@ -125,6 +128,7 @@ class Techniques:
         self._tiled: dict[float, list[Frontier]] = {}
         self._resting = resting
         self._at_rest: dict[tuple[int, MemOptConfig, bool], Frontier] = {}
+        self._least: dict[int, Callable[[], Plan | None]] = {}
 
     @property
     def always(self) -> bool:
@@ -257,11 +261,29 @@ class Techniques:
                 if key not in self._at_rest:
                     solved = self._solved(parked.graph, base.machine, config.solver_seconds)
                     self._at_rest[key] = replace(solved, tiles=base.tiles)
-                joint = self._joint(card, self._at_rest[key], config, card.rates, parked.tier_nbytes)
+                joint = self._joint(card, self._at_rest[key], config, card.rates, parked.rests.tier_nbytes)
                 frontiers.append(replace(joint, states=parked.states, weights=parked.weights))
+                self._least[id(frontiers[-1])] = partial(self._least_parked, card, timed, frontiers[-1], parked, tier)
                 if joint.smallest_nbytes <= enough_nbytes:
                     return frontiers
         return frontiers
+
+    def _least_parked(self, card: Card, graph: Graph, frontier: Frontier, parked: Parked, tier: str) -> Plan | None:
+        """A plan of this frontier, with as little parked as the card has room for; None if that is everything. `graph`: with
+        nothing parked. `parked`: everything.
+        """
+        assert card.rates is not None
+        room = card.usable_nbytes
+        for _ in range(_TRIES):
+            some, plan = least_parked(frontier, parked.rests, parked.chunks, room)
+            if plan is None or len(some) == len(parked.rests):
+                return None
+            less = Parked.only(graph, some, parked.chunks, tier, card.rates)
+            one = planner.of_one(less.graph, (plan.solver, plan.lives), frontier.machine)
+            if one.smallest_nbytes <= card.usable_nbytes:
+                return replace(one, states=less.states, weights=less.weights, tiles=frontier.tiles).plan(card.usable_nbytes)
+            room -= one.smallest_nbytes - card.usable_nbytes
+        return None
 
     def _best(self, card: Card, frontiers: Sequence[Frontier]) -> Found:
         """The fastest plan that fits, or the smallest one."""
@@ -271,6 +293,8 @@ class Techniques:
                 continue  # a search would take all of its time
             with contextlib.suppress(InfeasibleError):
                 found.append(self._found(card, frontier, frontier.plan(card.usable_nbytes), True))
+                less = self._least[id(frontier)]() if id(frontier) in self._least else None
+                found += [] if less is None else [self._found(card, frontier, less, True)]
         if found:
             return min(found, key=lambda each: each.seconds)
         small = min(frontiers, key=lambda frontier: frontier.smallest_nbytes)

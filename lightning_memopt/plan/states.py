@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from lightning_memopt.graph import BEFORE, Graph, Op, Tensor
 from lightning_memopt.plan.model import Read, StateParking
 
-_NAME = "parked state"
+PARKED_STATE = "parked state"
+"""The name of tensors that stand for what an update has on the device of all that is parked."""
 _SMALL = 32
 """What has less than this part of the average size does not run beside backward: its copies take no time."""
 
@@ -202,7 +203,7 @@ def parked(graph: Graph, states: Sequence[StateOf], chunks: Chunks) -> Graph:
         """State is on the device from this point on. `op`: the first one of the update without which it is not."""
         id = len(tensors)
         tensors.append(
-            Tensor(id=id, name=_NAME, nbytes=nbytes, kind="temporary", storage=id, born_at=born_at, freed_at=freed_at)
+            Tensor(id=id, name=PARKED_STATE, nbytes=nbytes, kind="temporary", storage=id, born_at=born_at, freed_at=freed_at)
         )
         if op is not None:
             ops[op.id] = replace(ops[op.id], outputs=(*ops[op.id].outputs, id))

@@ -19,9 +19,9 @@ from torch import nn, optim
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph, unmodified_levels
-from lightning_memopt.plan import StateParking, WeightParking, states_text, weights_text
+from lightning_memopt.plan import Plan, StateParking, WeightParking, simulate, states_text, updated, weights_text
 from lightning_memopt.plan.simulate import fixed_levels
-from lightning_memopt.plan.states import StateOf
+from lightning_memopt.plan.states import Chunks, StateOf, parked
 from lightning_memopt.plan.tiers import tier_budget
 from lightning_memopt.plan.weights import UnitOf
 from lightning_memopt.runtime.parked_weights import copies_overlap
@@ -34,12 +34,17 @@ from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.solve.refusals import refuse_hopeless
 from lightning_memopt.session.solve.solving import IN_FORCE, NONE_SMALLER, SOLVING, Solved, say_in_force
 from lightning_memopt.session.worth import most_extra_seconds
-from lightning_memopt.solvers.frontier import Frontier, with_rest
+from lightning_memopt.solvers.frontier import UNSEEN_NBYTES, Frontier, with_rest
+from lightning_memopt.solvers.staying import staying
 
 Say = Callable[[str], None]
 Solve = Callable[[Graph, Say], Solved]
 _SHARES = 4
 """Number of shares of what rests that are tried: one of them, two, and so on."""
+_TRIES = 4
+"""Maximum number of choices of what to park."""
+_ENOUGH = 1.1
+"""Nothing more is solved for if a plan takes this many times the seconds of what rests, and no more."""
 
 
 @dataclass(frozen=True)
@@ -276,9 +281,13 @@ class AtRest(Part):
         tries = [*most_parked] if hopeless else [whole, *most_parked]
         best = min(most_parked, key=_by_seconds)
         if best.solved is not None and best.fits:
-            some = _fastest(best.solved.frontier, best.rests, limit_nbytes)
+            some = self._enough(graph, best.solved.frontier, best.rests, limit_nbytes)
             if len(some) < len(rests):
                 tries.append(tried(self._priced(graph, some)))
+            if not tries[-1].fits or tries[-1].seconds > _ENOUGH * tries[-1].rests.seconds:  # saved tensors cost much, too
+                others = _fastest(best.solved.frontier, best.rests, limit_nbytes)
+                if len(others) < len(rests):
+                    tries.append(tried(self._priced(graph, others)))
             least = _least_seconds(graph, rests, ahead is not None, limit_nbytes)
             tries = [each.bounded(least) for each in tries]
         if most_in_tier is None or any(each.fits for each in tries):
@@ -320,6 +329,23 @@ class AtRest(Part):
         graph = self.weights.in_step(graph, rests.units, rests.ahead) if rests.units else graph
         return self.states.in_step(graph, rests.states) if rests.states else graph
 
+    def _enough(self, graph: Graph, frontier: Frontier, rests: Rests, limit_nbytes: int) -> Rests:
+        """What to park for the fastest step within the limit. An update whose chunks are others takes other bytes beside: what
+        is chosen is looked at, and chosen again with less room.
+        """
+        room, chunks = limit_nbytes, self.states.chunks(graph, rests.states)
+        for _ in range(_TRIES):
+            some, plan = least_parked(frontier, rests, chunks, room)
+            if plan is None or len(some) == len(rests):
+                break
+            step = updated(self._in_step(graph, some), plan.updates)
+            beside_nbytes = max(0, plan.predicted.needed_nbytes - plan.predicted.peak_nbytes)
+            above = simulate(step, plan.lives).predicted.peak_nbytes + beside_nbytes - limit_nbytes
+            if above <= 0:
+                return some
+            room -= above
+        return rests
+
     def _chosen(self, say: Say, graph: Graph, chosen: _Try) -> Solved:
         """What was solved, and its lines. `graph`: that of the step with nothing parked."""
         states, weights = chosen.rests.parked_states, chosen.rests.parked_weights
@@ -353,8 +379,8 @@ def _by_bytes(tiers: Mapping[str, int]) -> float:
 
 
 def _fastest(frontier: Frontier, rests: Rests, limit_nbytes: int) -> Rests:
-    """What to park for the fastest step within the limit, by the plans that are known. `frontier`: of the step in which
-    everything is parked.
+    """What to park for the fastest step within the limit, by the plans that are known: shares of what rests. `frontier`: of the
+    step in which everything is parked.
 
     State that stays takes its bytes at every point of a step. So the plans of a step that parks less are those of the step
     that parks all, for a budget that is smaller by what stays. Weights that stay take no more than that.
@@ -370,6 +396,28 @@ def _fastest(frontier: Frontier, rests: Rests, limit_nbytes: int) -> Rests:
     return rests.only(cheapest[: best[1]])
 
 
+def least_parked(frontier: Frontier, rests: Rests, chunks: Chunks, limit_nbytes: int) -> tuple[Rests, Plan | None]:
+    """As `_fastest`, and the plan. What has room beside the plan stays, however little that is, and where that room is needed
+    for a short time only, what is not there at that time. `chunks`: those of updates if everything is parked.
+    """
+    everything = rests.by_price()
+    nbytes = sum(each.parking.nbytes for each in everything)
+    best = math.inf
+    fastest: tuple[Rests, Plan | None] = rests, None
+    for share in range(_SHARES):
+        with contextlib.suppress(InfeasibleError):
+            plan = frontier.known_plan(limit_nbytes - nbytes * share // _SHARES)
+            # an allocator's reserve, and bytes that are not known
+            beside_nbytes = max(0, plan.predicted.needed_nbytes - plan.predicted.peak_nbytes) + UNSEEN_NBYTES
+            stays = staying(frontier.graph, plan, everything, chunks, limit_nbytes - beside_nbytes)
+            seconds = plan.predicted.seconds - sum(each.parking.seconds for each in stays)  # the plan has all copies
+            if seconds < best:
+                best = seconds
+                kept = {id(each) for each in stays}
+                fastest = rests.only([each for each in everything if id(each) not in kept]), plan
+    return fastest
+
+
 def _surely_seconds(each: StateOf | UnitOf) -> float:
     """Seconds of its copies, less those that other state's may hide."""
     return each.parking.copy_seconds - (each.back_seconds if isinstance(each, StateOf) else 0.0)
@@ -379,6 +427,6 @@ def _least_seconds(graph: Graph, rests: Rests, ahead: bool, limit_nbytes: int) -
     """No step within the limit takes fewer extra seconds: whatever is rebuilt, what rests must make room for the rest of the
     step. `ahead`: copies may run while the step computes. `rests`: priced without that.
     """
-    excess = max(fixed_levels(graph), default=0) - limit_nbytes
+    excess = max(fixed_levels(parked(graph, (), ())), default=0) - limit_nbytes  # an update in chunks takes little beside
     copies = max(0, excess) * min(_surely_seconds(each) / each.parking.nbytes for each in rests.by_price())
     return max(0.0, copies - graph.step_seconds) if ahead else copies

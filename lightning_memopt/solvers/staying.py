@@ -1,0 +1,147 @@
+"""What a plan need not park of what rests: optimizer state, gradients and frozen weights that its budget has room for.
+
+In: a step in which all of it is parked, a plan for that step, and a budget. Out: what may stay on the device. State that stays
+takes its bytes at every point, a gradient from the point on at which it would leave, a frozen weight where its module does not
+run. So where a step has most bytes for a short time only, what is not there at that time stays.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_memopt.graph import BEFORE, Graph, Tensor
+from lightning_memopt.plan import Plan, simulate, updated
+from lightning_memopt.plan.states import PARKED_STATE, Chunks, StateOf
+from lightning_memopt.plan.weights import UnitOf
+
+Span = tuple[int, int]
+
+
+def staying(
+    graph: Graph, plan: Plan, parked: Sequence[StateOf | UnitOf], chunks: Chunks, limit_nbytes: int
+) -> list[StateOf | UnitOf]:
+    """Of `parked`, what stays: what costs most seconds for the bytes that it takes comes first, or for these bytes and the
+    points at which it takes them, whichever saves more. `graph`, `plan`: with all of it parked. `chunks`: those of the update
+    then. `limit_nbytes`: of tensors and workspaces.
+    """
+    step = updated(graph, plan.updates)
+    room = limit_nbytes - np.array(simulate(step, plan.lives).nbytes, dtype=np.int64)
+    of = _spans(graph)
+    spans = [of(each) for each in parked]
+    by_bytes = [each.parking.seconds / each.parking.nbytes for each in parked]
+    points = [max(1, sum(last - first + 1 for first, last in own)) for own in spans]
+    by_points = [price / count for price, count in zip(by_bytes, points, strict=True)]
+    usual = [] if graph.updates else [t for t in graph.tensors if t.name == PARKED_STATE and t.nbytes]
+    tries = [_filled(room.copy(), parked, spans, _Updates(usual, chunks, parked), each) for each in (by_bytes, by_points)]
+    best = max(tries, key=lambda found: sum(parked[place].parking.seconds for place in found))
+    return [parked[place] for place in best]
+
+
+class _Updates:
+    """What the update after backward has on the device beside what is there anyway, while less and less is parked.
+
+    spans: where it runs.
+    nbytes: what it has there now: the largest chunk, and what comes ahead.
+    """
+
+    def __init__(self, usual: Sequence[Tensor], chunks: Chunks, parked: Sequence[StateOf | UnitOf]) -> None:
+        """`usual`: the tensors that the step has for it; none if it is not known, and then nothing is taken from it."""
+        nbytes = Counter[Span]()
+        for t in usual:
+            nbytes[max(0, t.born_at), t.freed_at] += t.nbytes
+        self.spans = list(nbytes)
+        self.nbytes = max(nbytes.values(), default=0)
+        self._own = [list(own) for own in chunks]
+        self._beside = [[chunk.beside_nbytes for chunk in own] for own in chunks]
+        self._parked = [[[0, 0] for _ in own] for own in chunks]
+        self._of: dict[str, list[tuple[int, int]]] = {}
+        for i, own in enumerate(chunks):
+            for j, chunk in enumerate(own):
+                for name in chunk.parameters:
+                    self._of.setdefault(name, []).append((i, j))
+        for each in parked:
+            self._add(each, 1)
+
+    def _add(self, each: StateOf | UnitOf, sign: int) -> None:
+        if isinstance(each, StateOf):
+            for i, j in self._of.get(each.parking.parameter, [])[:1]:  # of several optimizers, the first has it
+                self._parked[i][j][each.parking.what == "state"] += sign * sum(each.sizes)
+
+    def without(self, each: StateOf | UnitOf) -> int:
+        """Bytes by which it has less if this stays."""
+        if not self.spans or isinstance(each, UnitOf):
+            return 0
+        self._add(each, -1)
+        now = max(
+            (
+                sum(self._parked[i][j]) + self._beside[i][j] + (self._parked[i][j + 1][1] if ahead else 0)
+                for i, own in enumerate(self._own)
+                for j, ahead in enumerate([*(chunk.comes_ahead for chunk in own[1:]), False])
+            ),
+            default=0,
+        )
+        self._add(each, 1)
+        return max(0, self.nbytes - now)
+
+    def stays(self, each: StateOf | UnitOf) -> None:
+        """This stays."""
+        self.nbytes -= self.without(each)
+        self._add(each, -1)
+
+
+def _filled(
+    room: npt.NDArray[np.int64],
+    parked: Sequence[StateOf | UnitOf],
+    spans: Sequence[list[Span]],
+    updates: _Updates,
+    prices: Sequence[float],
+) -> list[int]:
+    """Places of what stays, the dearest first, as far as there is room. `room`: bytes at each point."""
+    found: list[int] = []
+    places, before = sorted(range(len(parked)), key=lambda place: -prices[place]), -1
+    while len(found) > before:  # what stays may make the largest chunk of the update smaller
+        before = len(found)
+        for place in places:
+            each = parked[place]
+            left, less = room.copy(), updates.without(each)
+            for first, last in spans[place]:
+                left[first : last + 1] -= each.parking.nbytes
+            for first, last in updates.spans:
+                left[first : last + 1] += less
+            if (left >= np.minimum(room, 0)).all():
+                found.append(place)
+                updates.stays(each)
+                room = left
+        places = [place for place in places if place not in found]
+    return sorted(found)
+
+
+def _spans(graph: Graph) -> Callable[[StateOf | UnitOf], list[Span]]:
+    """What rests -> the stretches of points at which it is on the device only if it stays, and maybe some at which it is anyway.
+    `graph`: with all of it parked.
+    """
+    last = len(graph.points) - 1
+    everywhere = [(0, last)] if graph.points else []
+    left = {t.name for t in graph.tensors if t.kind == "gradient" and t.born_at == BEFORE}
+
+    def of(each: StateOf | UnitOf) -> list[Span]:
+        if isinstance(each, UnitOf):
+            edges = [-1]
+            for first, end in graph.tensors[each.unit.weights[0]].windows:
+                edges += [first, end]
+            edges.append(last + 1)
+            return [(edges[i] + 1, edges[i + 1] - 1) for i in range(0, len(edges), 2) if edges[i + 1] - edges[i] > 1]
+        name = each.parking.parameter
+        if each.parking.what == "state" or name not in graph.gradients or f"{name}.grad" in left:
+            return everywhere
+        gradient, point = graph.gradients[name]
+        if graph.tensors[graph.tensors[gradient].storage].born_at == BEFORE:
+            return everywhere
+        gone = max(point, graph.tensors[gradient].freed_at) + 1
+        return [(gone, last)] if gone <= last else []
+
+    return of
