@@ -201,6 +201,11 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "it known that this gives the same bits.",
         "What the line says. Otherwise nothing: the plan keeps the budget without it, or another line says that none does.",
     ),
+    ("session/parked_states.py", "MemOpt: gradients stay on the device"): (
+        "A plan parks gradients that have memory of their own and that an optimizer of torch reads, in a run of one process "
+        "with the native engine. The budget is looked for without room for these.",
+        "What the line says. Otherwise nothing: the plan keeps the budget without it, or another line says that none does.",
+    ),
     ("session/at_rest.py", "MemOpt: parked between updates"): (
         "With `offload=`, the state rests in the tier between updates, because the budget needs the bytes.",
         NOTHING,

@@ -26,6 +26,7 @@ from lightning_memopt.plan.tiers import tier_budget
 from lightning_memopt.plan.weights import UnitOf
 from lightning_memopt.runtime.parked_weights import copies_overlap
 from lightning_memopt.session.judge.states import Running
+from lightning_memopt.session.observe.accumulated import Kept
 from lightning_memopt.session.observe.resident import Named, resident_nbytes
 from lightning_memopt.session.parked_states import StatesAtRest
 from lightning_memopt.session.parked_weights import WeightsAtRest
@@ -191,11 +192,13 @@ class AtRest(Part):
         say: Say,
         parts: Parts,
         written: AbstractSet[int],
+        kept: Kept,
     ) -> None:
         """`alone`: whether no other process trains the model. `parts`: those of the session; it is one if a plan may park.
-        `written`: identities of the storages that ops of observed steps wrote to.
+        `written`: identities of the storages that ops of observed steps wrote to. `kept`: their gradients that cannot be
+        parked.
         """
-        self.states = StatesAtRest(model, optimizers, offloading, alone, say, parts)
+        self.states = StatesAtRest(model, optimizers, offloading, alone, say, parts, kept)
         self.weights = WeightsAtRest(model, offloading, alone, say, parts, written)
         self._offloading = offloading
         self._observed: tuple[StateParking, ...] = ()
@@ -254,7 +257,7 @@ class AtRest(Part):
         hopeless = rests and limit_nbytes is not None and max(fixed_levels(graph), default=0) > limit_nbytes
         whole = _Try(Rests(), None, None, ()) if hopeless else _Try.of(solve, graph, Rests(), say)  # solving takes minutes
         if limit_nbytes is None or not whole.fits:
-            self.weights.tell_of_others(graph)
+            self._tell_of_others(graph)
         if not rests or (whole.fits and whole.seconds == 0 and limit_nbytes is not None):
             return self._chosen(say, graph, whole)
 
@@ -294,9 +297,14 @@ class AtRest(Part):
         bytes that this takes there. `all_of_it`: with everything that can be.
         """
         found = Rests(tuple(self.states.found(graph, timed=False)), tuple(self.weights.found(graph, timed=False)))
-        self.weights.tell_of_others(graph)
+        self._tell_of_others(graph)
         rests = found if all_of_it else found.within(self._offloading.limit_nbytes)
         return self._in_step(graph, rests) if rests else graph, rests.tier_nbytes
+
+    def _tell_of_others(self, graph: Graph) -> None:
+        """A budget is missed, or the least is looked for: tell what rests and cannot be parked, and why."""
+        self.weights.tell_of_others(graph)
+        self.states.tell_of_gradients(graph)
 
     def _that_fit(self, graph: Graph, found: Rests) -> Rests:
         """What the tier has room for."""

@@ -103,9 +103,9 @@ class Session:
         blocks = self._parts.add(CompiledBlocks(config, self.say))
         self.pool = Pooling(config, self.device, self.say, self._parts)
         self._tiling = Tiling(model, config, self._agreement, self.say, self._parts)
-        written = self._observed_step.overwritten
+        written, kept = self._observed_step.overwritten, self._observed_step.kept
         alone = partial(getattr, self._agreement, "alone")
-        self._at_rest = AtRest(model, self.optimizers, self._offloading, alone, self.say, self._parts, written)
+        self._at_rest = AtRest(model, self.optimizers, self._offloading, alone, self.say, self._parts, written, kept)
         self._neighbours = self._parts.add(Neighbours(self.device, self.budget_nbytes))
         self._early: EarlyUpdating | None = None
         self._attachment: Attachment | None = None
