@@ -22,6 +22,8 @@ _PROGRESS = tuple(
         "parameters are updated",
         "no saved tensor is parked",
         "optimizer state",
+        "gradients",
+        "frozen weights",
     )
 )
 """Lines that say what is being done, or what is not moved, never why there is no plan."""
@@ -31,8 +33,8 @@ _NOT_KEPT = ("the budget is not kept", "no smaller plan exists")
 """Lines that say that no plan keeps the budget, why, and what to do."""
 _BETWEEN = "between an update and the next forward"
 """Of a line that says that there was more between two steps than the budget: no plan changes that."""
-_NOT_PARKED = "MemOpt: optimizer state "
-"""Begins a line that says why optimizer state is not parked."""
+_STAYS = {"state": "MemOpt: optimizer state ", "gradients": "MemOpt: gradients ", "frozen weights": "MemOpt: frozen weights "}
+"""What rests -> how a line begins that says why some of it is not parked."""
 _SLIGHT, _SLIGHT_NBYTES = 0.02, 1 << 14
 """The smallest plan promises no budget; its prediction is right where a step takes no more than this share of it, or so many
 bytes, on top."""
@@ -40,6 +42,19 @@ OBSERVED_SHARE, _OBSERVED_NBYTES = 1.1, 1 << 15
 """A step without a plan may take this share of the same step of the plain run, or the budget, and these bytes on top: each
 random op that is observed keeps the state of a generator, 5,056 bytes."""
 _TRIES = 4
+RESTS = (
+    "parked",
+    "parkable",
+    "away",
+    "gradients_parked",
+    "gradients",
+    "gradients_away",
+    "weights_parked",
+    "frozen",
+    "frozen_away",
+)
+"""Bytes of the last planned step: of state, of gradients before its updates, and of frozen weights. Of each those that its plan
+parks, all that there are, and those in a tier."""
 
 
 def different(plain: Outcome, ours: Outcome) -> list[str]:
@@ -120,9 +135,7 @@ def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, An
         "different": unequal[:8],
         "planned_steps": len(planned),
         "dropped": max((step["dropped"] for step in planned), default=0),
-        "parked": max((step["parked"] for step in planned), default=0),
-        "away": planned[-1]["away"] if planned else 0,
-        "parkable": planned[-1]["parkable"] if planned else 0,
+        **{name: planned[-1][name] if planned else 0 for name in RESTS},
         "predicted": max((step["predicted"] for step in planned), default=None),
         "measured": max((step["peak"] for step in planned), default=None),
         "measured_by_session": ours["measured_by_session"],
@@ -154,9 +167,14 @@ def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, An
         faults.append("more between steps, silent")
     if not planned and not explained:
         faults.append("silent")
-    due = row["parkable"] if budget == "min" else min(row["parkable"], planned[-1]["parked"] if planned else 0)
-    if due > row["away"] and not any(line.startswith(_NOT_PARKED) for line in ours["said"]):
-        faults.append("state not parked, silent")
+    for what, there, planned_nbytes, away in (
+        ("state", row["parkable"], row["parked"], row["away"]),
+        ("gradients", row["gradients"], row["gradients_parked"], row["gradients_away"]),
+        ("frozen weights", row["frozen"], row["weights_parked"], row["frozen_away"]),
+    ):
+        due = there if budget == "min" else min(there, planned_nbytes)
+        if due > away and not any(line.startswith(_STAYS[what]) for line in ours["said"]):
+            faults.append(f"{what} not parked, silent")
     return row
 
 

@@ -15,14 +15,14 @@ from torch import nn
 
 from benchmarks.lib.digests import digest
 from benchmarks.robustness import loops, loops_count
-from benchmarks.robustness.loops_judge import examine, judge
+from benchmarks.robustness.loops_judge import RESTS, examine, judge
 from benchmarks.robustness.scripts import LOOPS
 
 ROOT = Path(loops.__file__).parents[2]
 counts = pytest.mark.skipif(loops_count.built() is None, reason="needs a compiler")
 QUICK = ("lora", "dqn")
-STATE = {"parked": 0, "parkable": 0, "away": 0}
-"""Of a step in which no optimizer state could be parked."""
+STATE = dict.fromkeys(RESTS, 0)
+"""Of a step in which nothing that rests could be parked."""
 
 
 def _output(*arguments: str) -> str:
@@ -116,6 +116,31 @@ def test_the_judge_of_optimizer_state() -> None:
     assert judge(plain, _outcome(steps=here, said=["MemOpt: optimizer state is not parked: LBFGS"]), ["min"])["faults"] == []
     said = ["MemOpt: parked between updates: the optimizer state of 1 parameter"]
     assert judge(plain, _outcome(steps=here, said=said), ["min"])["faults"] == ["state not parked, silent"]
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        ("gradients", ("gradients_parked", "gradients", "gradients_away")),
+        ("frozen weights", ("weights_parked", "frozen", "frozen_away")),
+    ],
+)
+def test_the_judge_of_gradients_and_frozen_weights(what: str, names: tuple[str, str, str]) -> None:
+    """By the smallest plan all are away; within a budget, those which the plan parks. Or a line says why they are not."""
+    planned, there, away = names
+    plain, step = _outcome(), _outcome()["steps"][0]
+    silent = [f"{what} not parked, silent"]
+
+    def faults(budget: Any, said: str = "", **bytes_: int) -> list[str]:
+        found = judge(plain, _outcome(steps=[step, step | bytes_], said=[said]), [budget])["faults"]
+        return [fault for fault in found if "parked" in fault]
+
+    assert faults("min", **{planned: 60, there: 60, away: 60}) == faults(300, **{there: 60}) == []
+    assert faults("min", **{there: 60}) == faults("min", **{planned: 60, there: 60, away: 20}) == silent
+    assert faults(300, **{planned: 40, there: 60, away: 40}) == []
+    assert faults(300, **{planned: 40, there: 60, away: 20}) == silent
+    assert faults("min", f"MemOpt: {what} stay on the device (60 bytes): they are sparse.", **{there: 60}) == []
+    assert faults("min", "MemOpt: optimizer state is not parked: LBFGS", **{there: 60}) == silent
 
 
 def test_the_judge_of_what_comes_between_steps() -> None:
