@@ -10,7 +10,8 @@ bit by bit; every planned step's peak within the budget, by an allocator count t
 plan is in force, a line must say why. --json adds to what the file has of other scripts; --table writes the page from it.
 
 --moving: once, by the smallest plan, with a disk for activations, optimizer state, gradients and frozen weights, and updates in
-backward where they are exact. If state, gradients or frozen weights could be parked and are not, a line must say why.
+backward where they are exact. If state, gradients or frozen weights could be parked and are not, a line must say why. --json
+has less of each script.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.paths import RESULTS, ROOT
-from benchmarks.robustness.loops_judge import BUDGETS, OBSERVED_SHARE, examine, prediction_error, why_no_plan
+from benchmarks.robustness.loops_judge import BUDGETS, OBSERVED_SHARE, RESTS, examine, prediction_error, why_no_plan
 from benchmarks.robustness.scripts import LOOPS
 from benchmarks.robustness.worker import Done, Row, ask
 
@@ -53,6 +54,7 @@ _OFF = {
 """Why a prediction is off by more than 1 %: cause -> loops."""
 _PEAKS = ("peak, predicted / measured", "observed / plain")
 _PARKED = {"parked": "state", "gradients_parked": "gradients", "weights_parked": "frozen weights"}
+_BRIEF = ("faults", "error", "exact", "over", "steps", "planned_steps", "predicted", "measured", *RESTS)
 _HEAD = ("loop", "resident", "peak", "exact", "kept", "plan", "refusals", "solves", *_PEAKS)
 
 
@@ -167,6 +169,12 @@ def line_of(name: str, row: Row) -> str:
     return f"{name:24} " + " | ".join(parts)
 
 
+def brief(row: Row) -> Row:
+    """Of the results of a script that runs with --moving, those that say whether all is well and what was parked."""
+    runs = {budget: {name: run[name] for name in _BRIEF if name in run} for budget, run in row["runs"].items()}
+    return {name: row[name] for name in ("status", "peak", "resident") if name in row} | {"runs": runs}
+
+
 def summary(rows: dict[str, Row]) -> str:
     """How many loops and runs there were, and how many of each fault."""
     ran = [row for row in rows.values() if row["runs"]]
@@ -260,7 +268,7 @@ def main(arguments: list[str] | None = None) -> None:
     def done(name: str, row: Row) -> None:
         with turns:
             print(line_of(name, row), flush=True)
-            rows[name] = row
+            rows[name] = brief(row) if options.moving else row
             results["loops"] = {name: rows[name] for name in LOOPS if name in rows}
             if options.json is not None:
                 options.json.write_text(json.dumps(results, indent=1) + "\n")
