@@ -35,11 +35,13 @@ from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parking.readable import obstacle
 from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.solve.rehearsal import rehearse
+from lightning_memopt.torch_private import gradient_of
 from lightning_memopt.units import format_nbytes
 
 Say = Callable[[str], None]
 _CHUNKED = (*ALLOWED, optim.Adamax, optim.RMSprop, optim.ASGD, optim.Rprop, optim.Adadelta)
 """Optimizers of torch that update each parameter by itself, and write to its own state alone."""
+_OUTSIDE = Reason("some parameters are not in the model that was given", "Give a module that has all of them")
 _BY_HAND = Reason("no optimizer of the run updates their parameters", "Give the run all optimizers")
 
 
@@ -246,7 +248,12 @@ class StatesAtRest(Part):
         for optimizer in self.optimizers:
             reason = next(iter(self._reasons(optimizer)), None)
             unread |= dict.fromkeys(map(id, parameters_of(optimizer)), reason)
+        known = {id(p) for p in self.model.parameters()}
+        updated = [p for each in self.optimizers for p in parameters_of(each) if gradient_of(p) is not None or p in each.state]
         stays = Counter[Reason]()
+        stays[blocked or _OUTSIDE] = sum(
+            p.nbytes for p in updated if id(p) not in known and is_on(device, p.device) and p.nbytes >= LEAST_NBYTES
+        )
         for name, p in self.model.named_parameters():
             if name in early or not is_on(device, p.device):
                 continue
@@ -260,7 +267,7 @@ class StatesAtRest(Part):
             if reason is not None and nbytes >= LEAST_NBYTES:
                 stays[reason] += nbytes
         for reason, nbytes in stays.items():
-            if self._is_new(f"gradients: {reason.what}"):
+            if nbytes and self._is_new(f"gradients: {reason.what}"):
                 self._say(f"MemOpt: gradients stay on the device ({format_nbytes(nbytes)}): {reason.what}. {reason.fix}.")
 
     def all_of(self, rounded: Callable[[int], int]) -> tuple[StateParking, ...]:
@@ -284,7 +291,7 @@ class StatesAtRest(Part):
             groups = optimizer.param_groups
             ours = [(group, p) for group in groups for p in group["params"] if id(p) in names]
             if any(parkable(optimizer, p) for p in parameters_of(optimizer) if id(p) not in known):
-                self._tell(Reason("some parameters are not in the model that was given", "Give a module that has all of them"))
+                self._tell(_OUTSIDE)
             if not ours or not self._may(optimizer):
                 continue
             for group, p in ours:

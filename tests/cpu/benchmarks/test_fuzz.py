@@ -319,7 +319,7 @@ def test_what_the_fuzzer_found_in_loops(worker: Worker, name: str) -> None:
 
 
 def test_every_feature_is_drawn() -> None:
-    drawn = {name for seed in range(100) for name in draw_loop(seed).drawn}
+    drawn = {name for seed in range(200) for name in draw_loop(seed).drawn}
     assert drawn >= {*FEATURES, "scratch", "emptied", "iterated", "resized"}
 
 

@@ -67,6 +67,13 @@ class Joined(nn.Module):
         return x @ torch.cat([self.a, self.b])
 
 
+def with_another(params: Any, lr: float) -> optim.Optimizer:
+    """It updates a matrix that is not in the model, too."""
+    other = nn.Parameter(torch.zeros(64, 64))
+    other.grad = torch.ones(64, 64)
+    return optim.SGD([*params, other], lr=lr, momentum=0.9)
+
+
 class Mine(optim.SGD):
     pass
 
@@ -103,6 +110,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "history": ({"backward": with_history}, "(256.00 KiB): they have a history of their own. Leave create_graph=True out."),
     "numpy": ({"backward": by_numpy}, "(256.00 KiB): other libraries have their memory."),
     "subclass": ({"make": Mine}, "(256.00 KiB): Mine is not known to update each parameter by itself."),
+    "outside": ({"make": with_another}, "(16.00 KiB): some parameters are not in the model that was given. Give a module"),
     "by hand": ({"make": None}, "(256.00 KiB): no optimizer of the run updates their parameters."),
 }
 
