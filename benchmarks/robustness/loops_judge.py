@@ -21,6 +21,8 @@ _PROGRESS = tuple(
         "the step does not fit",
         "parameters are updated",
         "no saved tensor is parked",
+        "parked between updates",
+        "on the device only while",
         "optimizer state",
         "gradients",
         "frozen weights",
@@ -46,15 +48,11 @@ RESTS = (
     "parked",
     "parkable",
     "away",
-    "gradients_parked",
-    "gradients",
-    "gradients_away",
-    "weights_parked",
-    "frozen",
-    "frozen_away",
+    *(f"{what}_{how}" for what in ("gradients", "weights") for how in ("parked", "away", "unknown", "missing")),
 )
-"""Bytes of the last planned step: of state, of gradients before its updates, and of frozen weights. Of each those that its plan
-parks, all that there are, and those in a tier."""
+"""Bytes of the last planned step (loops_rest.py). Of state: what its plan parks, what can be parked, and what is away. Of
+gradients and frozen weights: what its plan parks, what is away, what no plan was offered, and what the plan parks and is not
+away."""
 
 
 def different(plain: Outcome, ours: Outcome) -> list[str]:
@@ -167,14 +165,13 @@ def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, An
         faults.append("more between steps, silent")
     if not planned and not explained:
         faults.append("silent")
-    for what, there, planned_nbytes, away in (
-        ("state", row["parkable"], row["parked"], row["away"]),
-        ("gradients", row["gradients"], row["gradients_parked"], row["gradients_away"]),
-        ("frozen weights", row["frozen"], row["weights_parked"], row["frozen_away"]),
-    ):
-        due = there if budget == "min" else min(there, planned_nbytes)
-        if due > away and not any(line.startswith(_STAYS[what]) for line in ours["said"]):
-            faults.append(f"{what} not parked, silent")
+    silent = [what for what, begin in _STAYS.items() if not any(line.startswith(begin) for line in ours["said"])]
+    due = {
+        "state": (row["parkable"] if budget == "min" else min(row["parkable"], row["parked"])) - row["away"],
+        "gradients": row["gradients_missing"] + (row["gradients_unknown"] if budget == "min" else 0),
+        "frozen weights": row["weights_missing"] + (row["weights_unknown"] if budget == "min" else 0),
+    }
+    faults += [f"{what} not parked, silent" for what in silent if due[what] > 0]
     return row
 
 

@@ -19,7 +19,7 @@ from torch import nn, optim
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph, unmodified_levels
-from lightning_memopt.plan import StateParking, WeightParking, states_text, weights_text
+from lightning_memopt.plan import Plan, StateParking, WeightParking, states_text, weights_text
 from lightning_memopt.plan.simulate import fixed_levels
 from lightning_memopt.plan.states import StateOf
 from lightning_memopt.plan.tiers import tier_budget
@@ -202,6 +202,7 @@ class AtRest(Part):
         self.weights = WeightsAtRest(model, offloading, alone, say, parts, written)
         self._offloading = offloading
         self._observed: tuple[StateParking, ...] = ()
+        self._before: list[Plan] = []  # of the last step
         if offloading.tier:
             parts.add(self)
 
@@ -231,13 +232,27 @@ class AtRest(Part):
         else:
             self.states.put(self._observed)
 
+    def step_ended(self, planned: Sequence[object]) -> None:
+        self._before = [state.plan for state in planned if isinstance(state, Running)]
+
     def between_steps(self, state: object) -> None:
         if isinstance(state, Running):
             self._put(state)
 
     def _put(self, state: Running) -> None:
-        self.weights.put(state.plan.weights)
-        self.states.put(state.plan.states)
+        """What the plan of this state parks, is parked from now on. If a step has several forwards, each with a backward and a
+        plan of its own, what another one parks stays away, too, as far as the tier has room for both.
+        """
+        plan, limit = state.plan, self._offloading.limit_nbytes
+        states = {(each.what, each.parameter): each for other in (*self._before, plan) for each in other.states}
+        weights = {each.module: each for other in (*self._before, plan) for each in other.weights}
+        more_nbytes = _tier_nbytes((*states.values(), *weights.values())) - _tier_nbytes((*plan.states, *plan.weights))
+        if limit is None or plan.predicted.tier_nbytes + more_nbytes <= limit:
+            self.weights.put(tuple(weights.values()))
+            self.states.put(tuple(states.values()))
+        else:
+            self.weights.put(plan.weights)
+            self.states.put(plan.states)
 
     @property
     def moved_nbytes(self) -> int:
@@ -342,6 +357,10 @@ class AtRest(Part):
         if weights:
             say(f"MemOpt: on the device only while their module runs: {weights_text(weights)}; {_copies_text(weights)}")
         return chosen.solved
+
+
+def _tier_nbytes(each: Sequence[StateParking | WeightParking]) -> int:
+    return sum(one.tier_nbytes for one in each)
 
 
 def _copies_text(each: Sequence[StateParking] | Sequence[WeightParking]) -> str:

@@ -124,7 +124,7 @@ class StatesAtRest(Part):
         each = next((each for each in self._parked if each.has(p)), None)
         return contextlib.nullcontext() if each is None else each.updating(p)
 
-    def step_ended(self, planned: bool) -> None:
+    def step_ended(self, planned: Sequence[object]) -> None:
         for each in self._parked:
             each.step_ended()
 

@@ -225,7 +225,7 @@ class Session:
         self._sequence.step_ended()
         step, self._step = self._step, Step()
         for tell in self._parts.step_ended:
-            tell(bool(step.plans))
+            tell(step.plans)
         observation, before = self._observed_step.now, self._current
         self._slowed = self._metering.profiling or observation is not None
         measured = self._metering.close(observation)

@@ -118,29 +118,21 @@ def test_the_judge_of_optimizer_state() -> None:
     assert judge(plain, _outcome(steps=here, said=said), ["min"])["faults"] == ["state not parked, silent"]
 
 
-@pytest.mark.parametrize(
-    ("what", "names"),
-    [
-        ("gradients", ("gradients_parked", "gradients", "gradients_away")),
-        ("frozen weights", ("weights_parked", "frozen", "frozen_away")),
-    ],
-)
-def test_the_judge_of_gradients_and_frozen_weights(what: str, names: tuple[str, str, str]) -> None:
-    """By the smallest plan all are away; within a budget, those which the plan parks. Or a line says why they are not."""
-    planned, there, away = names
+@pytest.mark.parametrize(("what", "name"), [("gradients", "gradients"), ("frozen weights", "weights")])
+def test_the_judge_of_gradients_and_frozen_weights(what: str, name: str) -> None:
+    """By the smallest plan, each plan was offered all of them. What it parks is away. Or a line says why not."""
     plain, step = _outcome(), _outcome()["steps"][0]
     silent = [f"{what} not parked, silent"]
 
-    def faults(budget: Any, said: str = "", **bytes_: int) -> list[str]:
-        found = judge(plain, _outcome(steps=[step, step | bytes_], said=[said]), [budget])["faults"]
+    def faults(budget: Any, said: str = "", **nbytes: int) -> list[str]:
+        last = step | {f"{name}_{how}": n for how, n in nbytes.items()}
+        found = judge(plain, _outcome(steps=[step, last], said=[said]), [budget])["faults"]
         return [fault for fault in found if "parked" in fault]
 
-    assert faults("min", **{planned: 60, there: 60, away: 60}) == faults(300, **{there: 60}) == []
-    assert faults("min", **{there: 60}) == faults("min", **{planned: 60, there: 60, away: 20}) == silent
-    assert faults(300, **{planned: 40, there: 60, away: 40}) == []
-    assert faults(300, **{planned: 40, there: 60, away: 20}) == silent
-    assert faults("min", f"MemOpt: {what} stay on the device (60 bytes): they are sparse.", **{there: 60}) == []
-    assert faults("min", "MemOpt: optimizer state is not parked: LBFGS", **{there: 60}) == silent
+    assert faults("min", parked=60, away=60) == faults(300, unknown=60) == []
+    assert faults("min", unknown=60) == faults("min", parked=60, missing=20) == faults(300, parked=60, missing=20) == silent
+    assert faults("min", f"MemOpt: {what} stay on the device (60 bytes): they are sparse.", unknown=60) == []
+    assert faults("min", "MemOpt: optimizer state is not parked: LBFGS", unknown=60) == silent
 
 
 def test_the_judge_of_what_comes_between_steps() -> None:
