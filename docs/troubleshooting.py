@@ -124,9 +124,9 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Nothing, if frozen ones stay in the host's memory. Otherwise do what the line says, or set a larger budget.",
     ),
     ("runtime/parked_gradients.py", "MemOpt: gradients that the plan parks"): (
-        "The plan copies gradients to a tier in backward. One cannot be written there, and stays on the device: it has the "
-        "right bits, but a step takes more bytes than predicted. Or the run has ended, and the device has no room for all of "
-        "them: they stay in the tier, where they can be read.",
+        "The plan copies gradients to a tier in backward. One cannot be written there, or it is not the one that autograd "
+        "has made, and stays on the device: it has the right bits, but a step may take more bytes than predicted. Or the run "
+        "has ended, and the device has no room for all of them: they stay in the tier, where they can be read.",
         "Make room in the tier. At the end of a run: nothing, or free them (`zero_grad()`) before it.",
     ),
     ("session/parked_states.py", "MemOpt: gradients that the plan parks stay on the device"): (

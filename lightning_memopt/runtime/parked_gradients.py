@@ -195,7 +195,7 @@ class ParkedGradients:
         self.tier_nbytes = on_shelf(nbytes.values())
         self._shelf = Shelf(self.tier_nbytes, directory, self._parameters[0].device, limit_nbytes)
         self.places = {id(p): _Place(self._shelf, n, native) for p, n in nbytes.items()}
-        self._hooks = {id(p): p.register_post_accumulate_grad_hook(self._accumulated) for p in self._parameters}
+        self._hooks = {id(p): _listened(p, self._accumulated) for p in self._parameters}
         _living.add(self)
 
     @uncompiled
@@ -236,6 +236,8 @@ class ParkedGradients:
         there is no room for one, it is read where it is.
         """
         gradients = [(self.places[id(p)], g) for p in parameters if id(p) in self.places and (g := gradient_of(p)) is not None]
+        if not self._said and not all(place.has(gradient) for place, gradient in gradients if is_plain(gradient)):
+            self._tell("the loop gives parameters others (`p.grad = ...`), or views of one tensor, which stay on the device")
         with self._lock, below_autograd(), unwatched(), contextlib.suppress(torch.OutOfMemoryError):
             for place, gradient in gradients:
                 self.moved_nbytes += place.fetch(gradient)
@@ -286,6 +288,15 @@ class ParkedGradients:
         if what not in self._said:
             self._said.add(what)
             self._say(f"MemOpt: gradients that the plan parks: {what}")
+
+
+def _listened(p: torch.Tensor, accumulated: Callable[[torch.Tensor], None]) -> Any:
+    """A handle on this hook of a parameter, which may be frozen for now: a loop that trains two networks in turns does so."""
+    is_trained = p.requires_grad
+    try:
+        return p.requires_grad_(True).register_post_accumulate_grad_hook(accumulated)
+    finally:
+        p.requires_grad_(is_trained)
 
 
 def _nothing(_: Any) -> None:

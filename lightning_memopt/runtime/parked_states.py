@@ -130,7 +130,9 @@ class ParkedStates:
         """From now on, only the state and the gradients of these parameters are parked."""
         if self._gradients is not None:
             self._gradients.keep(gradients)
-            self._gradients = self._gradients if self._gradients.places else None
+            if not self._gradients.places:
+                self._gradients.close()
+                self._gradients = None
         goes, self.parameters = self.parameters, [p for p in self.parameters if p in states]
         self._nbytes = {id(p): self._nbytes[id(p)] for p in self.parameters}
         self._fetch([p for p in goes if p not in states])

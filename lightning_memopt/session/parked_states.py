@@ -231,7 +231,7 @@ class StatesAtRest(Part):
         device = self.offloading.device
         if obstacle(self.offloading, self._alone()) is not None:
             return
-        names = {id(p): name for name, p in self.model.named_parameters() if p.requires_grad and is_on(device, p.device)}
+        names = {id(p): name for name, p in self.model.named_parameters() if is_on(device, p.device)}
         for optimizer in filter(self._may, self.optimizers):
             for p in parameters_of(optimizer):
                 name = names.pop(id(p), None)  # another optimizer may have it, too
@@ -276,7 +276,7 @@ class StatesAtRest(Part):
         for name, sizes, _ in self._each(rounded):
             found.setdefault(name, []).extend(sizes)
         states = [_parking(name, self.offloading.tier, sizes, 0.0) for name, sizes in found.items()]
-        return *states, *(self._gradient(name, p, 0.0) for name, p in self._parameters())
+        return *states, *(self._gradient(name, p, 0.0) for name, p in self._parameters() if p.requires_grad)
 
     def _each(self, rounded: Callable[[int], int]) -> Iterator[tuple[str, list[int], bool]]:
         """The name of each parameter whose state can be parked, bytes of the tensors of it that one optimizer has or will make,
@@ -286,7 +286,7 @@ class StatesAtRest(Part):
             return
         device = self.offloading.device
         known = {id(p) for p in self.model.parameters()}
-        names = {id(p): name for name, p in self.model.named_parameters() if p.requires_grad and is_on(device, p.device)}
+        names = {id(p): name for name, p in self.model.named_parameters() if is_on(device, p.device)}
         for optimizer in self.optimizers:
             groups = optimizer.param_groups
             ours = [(group, p) for group in groups for p in group["params"] if id(p) in names]
@@ -296,7 +296,7 @@ class StatesAtRest(Part):
                 continue
             for group, p in ours:
                 is_there, sizes = bool(optimizer.state.get(p)), parkable(optimizer, p)
-                if not is_there:
+                if not is_there and p.requires_grad:
                     sizes = [n for n in rehearse(optimizer, [(group, [p])], device, rounded).state if n >= LEAST_NBYTES]
                 if sizes:
                     yield names[id(p)], sizes, is_there
