@@ -221,7 +221,7 @@ class ParkedGradients:
             try:
                 place.park(gradient)
             except OffloadError as error:
-                self._tell(f"{error}: it stays on the device")
+                self._tell(f"{error}: it stays on the device", "not stored")  # the error's numbers differ
                 return 0
             return 0 if was_away else gradient.nbytes
 
@@ -284,9 +284,10 @@ class ParkedGradients:
                     self.places[key].outlives(self._shelf)
         return all_there
 
-    def _tell(self, what: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
+    def _tell(self, what: str, key: str = "") -> None:
+        """Say it once. `key`: stands for all that says the same."""
+        if (key or what) not in self._said:
+            self._said.add(key or what)
             self._say(f"MemOpt: gradients that the plan parks: {what}")
 
 

@@ -249,7 +249,7 @@ class ParkedStates:
                 stored = self._depot.store(self._tier, flat, f"optimizer state {name!r}")
                 stored.wait_stored()
             except OffloadError as error:
-                self._tell(f"{error}: it stays on the device")
+                self._tell(f"{error}: it stays on the device", f"{name!r} is not stored")  # the error's numbers differ
                 return
             del flat
             if not t.untyped_storage().resizable():  # a checkpoint's, as `torch.load` makes it
@@ -311,9 +311,10 @@ class ParkedStates:
     def tell_of_checkpoint(self) -> None:
         self._tell("the device has no room for all of it at once, so a checkpoint has it in the host's memory")
 
-    def _tell(self, what: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
+    def _tell(self, what: str, key: str = "") -> None:
+        """Say it once. `key`: stands for all that says the same."""
+        if (key or what) not in self._said:
+            self._said.add(key or what)
             self._say(f"MemOpt: optimizer state that the plan parks: {what}")
 
 

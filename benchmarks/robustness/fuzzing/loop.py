@@ -52,9 +52,10 @@ _EXCLUSIVE = (
     ("hooks", "marked"),
     ("hooks", "frozen"),
     ("hooks", "adapters"),
+    ("marked", "gradients written"),
 )
 """Of these the second one is left out: a loop calls in one way, and after a hook no gradient is left to add to, to clip or to
-update with, and a frozen weight has no hook.
+update with, and a frozen weight has no hook. Gradients that are read now and then, are read too late for updates in backward.
 """
 _OWN = ("head", "parked")
 """Features with generators of their own: without them, a seed is the loop that it was before."""

@@ -149,7 +149,7 @@ def train(loop: Loop, watch: Watch, log: Log, steps: int) -> dict[str, Any]:
             _after(loop, model, average, kept, more.due)
             if step == steps // 2:
                 _change_frozen(loop, model)
-            if has("disk budget") and taken_nbytes("disk") > _disk_nbytes(loop):
+            if has("parked") and has("disk budget") and taken_nbytes("disk") > _disk_nbytes(loop):
                 raise AssertionError(f"{taken_nbytes('disk')} bytes are on the disk, and {_disk_nbytes(loop)} may be")
     return {"model": model, "average": average, "kept": kept, "optimizers": optimizers}
 
@@ -293,8 +293,7 @@ def _run(loop: Loop, budget: int | str | None) -> Outcome:
         options["tile"] = "exact"
     if "parked" in loop.features:
         options |= MOVING
-    if "disk budget" in loop.features:
-        options["disk_budget"] = _disk_nbytes(loop)
+        options |= {"disk_budget": _disk_nbytes(loop)} if "disk budget" in loop.features else {}
     return forked(Script("fuzzed", "", partial(train, loop), steps=loop.steps, options=options), budget)
 
 

@@ -1,4 +1,4 @@
-"""Loops whose gradients and state are parked by several plans in turn, or whose gradients are not those that autograd has made."""
+"""Loops whose gradients and state several plans park in turn, or whose gradients are not those that autograd has made."""
 
 from __future__ import annotations
 
