@@ -1,4 +1,4 @@
-"""What goes wrong with state, gradients and frozen weights in the host's memory: interrupted copies, memory that is not locked."""
+"""State, gradients and frozen weights in the host's memory: copies that are interrupted, memory that cannot be locked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.emulated import device
 is_judged = device.is_emulated() and device.is_bits()
 pytestmark = pytest.mark.skipif(not is_judged, reason="the emulated device in bits mode: make emulated")
 
-WIDTH, STEPS, FROM = 1024, 7, 5
+WIDTH, STEPS, FROM = 2048, 7, 5
 COPIES = (streams, "copy"), (parked_gradients, "copy"), (parked_weights, "copy")
 
 
@@ -103,7 +103,7 @@ def test_an_interrupt_at_a_copy_loses_nothing(after: bool) -> None:
     plain, _, _ = train(None)
     count = Interrupted(0, after)
     before = device.races()
-    for n in (0, *range(1, 120, 9)):
+    for n in (0, *range(1, 120, 20)):
         interrupted = Interrupted(n, after) if n else count
         if n > count.count:
             continue
