@@ -124,9 +124,9 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Nothing, if frozen ones stay in the host's memory. Otherwise do what the line says, or set a larger budget.",
     ),
     ("runtime/parked_gradients.py", "MemOpt: gradients that the plan parks"): (
-        "The plan copies gradients to a tier in backward. One cannot be written there, and stays on the device: it has the "
-        "right bits, but a step takes more bytes than predicted. Or the run has ended, and the device has no room for all of "
-        "them: they stay in the tier, where they can be read.",
+        "The plan copies gradients to a tier in backward. One cannot be written there, or it is not the one that autograd "
+        "has made, and stays on the device: it has the right bits, but a step may take more bytes than predicted. Or the run "
+        "has ended, and the device has no room for all of them: they stay in the tier, where they can be read.",
         "Make room in the tier. At the end of a run: nothing, or free them (`zero_grad()`) before it.",
     ),
     ("session/parked_states.py", "MemOpt: gradients that the plan parks stay on the device"): (
@@ -199,6 +199,11 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
     ("session/parked_states.py", "MemOpt: optimizer state is not parked"): (
         "Parameters are updated a few at a time while the state of the others is in a tier. Only of torch's own optimizers is "
         "it known that this gives the same bits.",
+        "What the line says. Otherwise nothing: the plan keeps the budget without it, or another line says that none does.",
+    ),
+    ("session/parked_states.py", "MemOpt: gradients stay on the device"): (
+        "A plan parks gradients that have memory of their own and that an optimizer of torch reads, in a run of one process "
+        "with the native engine. The budget is looked for without room for these.",
         "What the line says. Otherwise nothing: the plan keeps the budget without it, or another line says that none does.",
     ),
     ("session/at_rest.py", "MemOpt: parked between updates"): (

@@ -94,9 +94,9 @@ def smallest(worker: Worker, case: Case | Loop, finding: Finding, seconds: float
 Found = tuple[int, Finding, Case | Loop]
 
 
-def fuzz(minutes: float, seed: int, kinds: Sequence[str], say: Callable[[str], None] = print) -> list[Found]:
+def fuzz(minutes: float, seed: int, kinds: Sequence[str], say: Callable[[str], None] = print, only: str = "") -> list[Found]:
     """Cases of these kinds from `seed` on until the time is over; what is wrong with any of them, with the smallest case that
-    shows it.
+    shows it. `only`: those that have this ("": all).
     """
     ends, count = time.monotonic() + 60 * minutes, 0
     workers = {kind: Worker() for kind in kinds}
@@ -108,6 +108,8 @@ def fuzz(minutes: float, seed: int, kinds: Sequence[str], say: Callable[[str], N
         while time.monotonic() < ends:
             for kind, worker in workers.items():
                 case = DRAWS[kind](seed + count)
+                if only and only not in case.drawn:
+                    continue
                 drawn[kind].update(case.drawn)
                 finding = worker.judge(case)
                 if finding is not None:
@@ -131,12 +133,13 @@ def main() -> int:
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"{' or '.join(DRAWS)}; both where none is given")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", metavar="WHAT", help="what all cases have: a feature of loops, or an op")
     parser.add_argument("--case", type=Path, help="a file with a case as JSON, to be judged alone")
     options = parser.parse_args()
     if unknown := [kind for kind in options.kinds if kind not in DRAWS]:
         parser.error(f"no such kind: {', '.join(unknown)}")
     if options.case is None:
-        return min(100, len(fuzz(options.minutes, options.seed, options.kinds or list(DRAWS))))
+        return min(100, len(fuzz(options.minutes, options.seed, options.kinds or list(DRAWS), only=options.only)))
     worker = Worker()
     try:
         finding = worker.judge(read(options.case.read_text()))

@@ -9,8 +9,9 @@ within the number that it names. Losses, parameters, buffers, averages, optimize
 bit by bit; every planned step's peak within the budget, by an allocator count that is not part of the package; and if no
 plan is in force, a line must say why. --json adds to what the file has of other scripts; --table writes the page from it.
 
---moving: once, by the smallest plan, with a disk for activations and optimizer state, and updates in backward where they are
-exact. If optimizer state could be parked and is not, a line must say why.
+--moving: once, by the smallest plan, with a disk for activations, optimizer state, gradients and frozen weights, and updates in
+backward where they are exact. If state, gradients or frozen weights could be parked and are not, a line must say why. --json
+has less of each script.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.paths import RESULTS, ROOT
-from benchmarks.robustness.loops_judge import BUDGETS, OBSERVED_SHARE, examine, prediction_error, why_no_plan
+from benchmarks.robustness.loops_judge import BUDGETS, OBSERVED_SHARE, RESTS, examine, prediction_error, why_no_plan
 from benchmarks.robustness.scripts import LOOPS
 from benchmarks.robustness.worker import Done, Row, ask
 
@@ -52,6 +53,8 @@ _OFF = {
 }  # fmt: skip
 """Why a prediction is off by more than 1 %: cause -> loops."""
 _PEAKS = ("peak, predicted / measured", "observed / plain")
+_PARKED = {"parked": "state", "gradients_parked": "gradients", "weights_parked": "frozen weights"}
+_BRIEF = ("faults", "error", "exact", "over", "steps", "planned_steps", "predicted", "measured", *RESTS)
 _HEAD = ("loop", "resident", "peak", "exact", "kept", "plan", "refusals", "solves", *_PEAKS)
 
 
@@ -124,7 +127,8 @@ def _plan(run: dict[str, Any]) -> str:
     if not run["planned_steps"]:
         return f"none: {why_no_plan(run)[:100]}" if "silent" not in run["faults"] else "**none, silent**"
     what = f"rebuilds {_kib(run['dropped'])}" if run["dropped"] else "keeps all"
-    what += f", parks {_kib(run['parked'])}" if run.get("parked") else ""
+    for name, words in _PARKED.items():
+        what += f", parks {_kib(run[name])} of {words}" if run.get(name) else ""
     steps, planned = run["steps"], run["planned_steps"]
     return what if 2 * planned > steps else f"{what}, in {planned} of {steps} steps"
 
@@ -161,8 +165,14 @@ def line_of(name: str, row: Row) -> str:
         return f"{name:24} {row['status']} {row.get('error', '')}"
     parts = []
     for budget, run in row["runs"].items():
-        parts.append(f"{budget}: {', '.join(run['faults']) or 'ok'} ({_plan(run)[:40]}, {run['refusals']} ref, {_solves(run)})")
+        parts.append(f"{budget}: {', '.join(run['faults']) or 'ok'} ({_plan(run)[:90]}, {run['refusals']} ref, {_solves(run)})")
     return f"{name:24} " + " | ".join(parts)
+
+
+def brief(row: Row) -> Row:
+    """Of the results of a script that runs with --moving, those that say whether all is well and what was parked."""
+    runs = {budget: {name: run[name] for name in _BRIEF if name in run} for budget, run in row["runs"].items()}
+    return {name: row[name] for name in ("status", "peak", "resident") if name in row} | {"runs": runs}
 
 
 def summary(rows: dict[str, Row]) -> str:
@@ -258,7 +268,7 @@ def main(arguments: list[str] | None = None) -> None:
     def done(name: str, row: Row) -> None:
         with turns:
             print(line_of(name, row), flush=True)
-            rows[name] = row
+            rows[name] = brief(row) if options.moving else row
             results["loops"] = {name: rows[name] for name in LOOPS if name in rows}
             if options.json is not None:
                 options.json.write_text(json.dumps(results, indent=1) + "\n")

@@ -21,7 +21,11 @@ _PROGRESS = tuple(
         "the step does not fit",
         "parameters are updated",
         "no saved tensor is parked",
+        "parked between updates",
+        "on the device only while",
         "optimizer state",
+        "gradients",
+        "frozen weights",
     )
 )
 """Lines that say what is being done, or what is not moved, never why there is no plan."""
@@ -31,8 +35,8 @@ _NOT_KEPT = ("the budget is not kept", "no smaller plan exists")
 """Lines that say that no plan keeps the budget, why, and what to do."""
 _BETWEEN = "between an update and the next forward"
 """Of a line that says that there was more between two steps than the budget: no plan changes that."""
-_NOT_PARKED = "MemOpt: optimizer state "
-"""Begins a line that says why optimizer state is not parked."""
+_STAYS = {"state": "MemOpt: optimizer state ", "gradients": "MemOpt: gradients ", "frozen weights": "MemOpt: frozen weights "}
+"""What rests -> how a line begins that says why some of it is not parked."""
 _SLIGHT, _SLIGHT_NBYTES = 0.02, 1 << 14
 """The smallest plan promises no budget; its prediction is right where a step takes no more than this share of it, or so many
 bytes, on top."""
@@ -40,6 +44,15 @@ OBSERVED_SHARE, _OBSERVED_NBYTES = 1.1, 1 << 15
 """A step without a plan may take this share of the same step of the plain run, or the budget, and these bytes on top: each
 random op that is observed keeps the state of a generator, 5,056 bytes."""
 _TRIES = 4
+RESTS = (
+    "parked",
+    "parkable",
+    "away",
+    *(f"{what}_{how}" for what in ("gradients", "weights") for how in ("parked", "away", "unknown", "missing")),
+)
+"""Bytes of the last planned step (loops_rest.py). Of state: what its plan parks, what can be parked, and what is away. Of
+gradients and frozen weights: what its plan parks, what is away, what no plan was offered, and what the plan parks and is not
+away."""
 
 
 def different(plain: Outcome, ours: Outcome) -> list[str]:
@@ -120,9 +133,7 @@ def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, An
         "different": unequal[:8],
         "planned_steps": len(planned),
         "dropped": max((step["dropped"] for step in planned), default=0),
-        "parked": max((step["parked"] for step in planned), default=0),
-        "away": planned[-1]["away"] if planned else 0,
-        "parkable": planned[-1]["parkable"] if planned else 0,
+        **{name: planned[-1][name] if planned else 0 for name in RESTS},
         "predicted": max((step["predicted"] for step in planned), default=None),
         "measured": max((step["peak"] for step in planned), default=None),
         "measured_by_session": ours["measured_by_session"],
@@ -154,9 +165,13 @@ def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, An
         faults.append("more between steps, silent")
     if not planned and not explained:
         faults.append("silent")
-    due = row["parkable"] if budget == "min" else min(row["parkable"], planned[-1]["parked"] if planned else 0)
-    if due > row["away"] and not any(line.startswith(_NOT_PARKED) for line in ours["said"]):
-        faults.append("state not parked, silent")
+    silent = [what for what, begin in _STAYS.items() if not any(line.startswith(begin) for line in ours["said"])]
+    due = {
+        "state": (row["parkable"] if budget == "min" else min(row["parkable"], row["parked"])) - row["away"],
+        "gradients": row["gradients_missing"] + (row["gradients_unknown"] if budget == "min" else 0),
+        "frozen weights": row["weights_missing"] + (row["weights_unknown"] if budget == "min" else 0),
+    }
+    faults += [f"{what} not parked, silent" for what in silent if due[what] > 0]
     return row
 
 

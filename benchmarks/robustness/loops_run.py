@@ -20,7 +20,6 @@ import tempfile
 import time
 import traceback
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,14 +32,12 @@ from torch import nn
 
 from benchmarks.lib.digests import digest
 from benchmarks.robustness.loops_count import live_nbytes, true_peak
+from benchmarks.robustness.loops_rest import Resting
 from benchmarks.robustness.scripts import Script
 from lightning_memopt import optimize
 from lightning_memopt.errors import InfeasibleError
-from lightning_memopt.record import parameters_of
-from lightning_memopt.runtime.parked_states import ParkedState, parkable
 from lightning_memopt.session import Session
 from lightning_memopt.session.judge.states import Running, State
-from lightning_memopt.session.parked_states import StatesAtRest
 from lightning_memopt.solvers import planner
 
 MOVING = {"offload": "disk", "optimizer_in_backward": "auto", "max_slowdown": 1e6}
@@ -74,10 +71,11 @@ class Watching:
     reports: list[str] = field(default_factory=list)
     measured: int | None = None
     _states: list[Any] = field(default_factory=list)
-    _parking: weakref.WeakSet[StatesAtRest] = field(default_factory=weakref.WeakSet)
+    _resting: Resting = field(default_factory=Resting)
     _base: int = 0
     _live: int = 0
     _watched: bool = False
+    _is_watched: bool = False  # in any step so far
     _is_over: bool = False
     _peak: int = 0
     _between: int = 0
@@ -142,9 +140,7 @@ class Watching:
             "between": self._between,
             "predicted": max((plan.predicted.needed_nbytes for plan in plans), default=None),
             "promised": max((plan.budget_nbytes for plan in plans), default=None),
-            "parked": max((sum(state.nbytes for state in plan.states) for plan in plans), default=0),
-            "parkable": sum(sum(parkable(optimizer, p)) for optimizer, p in self._updated()),
-            "away": sum(_away(optimizer, p) for optimizer, p in self._updated()),
+            **self._resting.step(plans),
             "dropped": max((plan.predicted.rebuilt_nbytes for plan in plans), default=0),
         }
         self.steps.append(entry)
@@ -167,36 +163,26 @@ class Watching:
                 self.solves += 1
                 self.solve_seconds += time.perf_counter() - began
 
-        between = StatesAtRest.between_steps
-
-        def parked(states: StatesAtRest, state: object) -> None:
-            self._parking.add(states)
-            between(states, state)
+        def began(state: State | None) -> None:
+            self._states.append(state)
+            self._resting.round_began(state)
 
         planner.solve = solved  # type: ignore[assignment]
-        StatesAtRest.between_steps = parked  # type: ignore[method-assign]
         try:
-            with rounds(self._round_begins, self._states.append, self._step_ended):
+            with self._resting.doors(), rounds(self._round_begins, began, self._step_ended):
                 yield
         finally:
             planner.solve = solve
-            StatesAtRest.between_steps = between  # type: ignore[method-assign]
-
-    def _updated(self) -> Iterator[tuple[torch.optim.Optimizer, torch.Tensor]]:
-        """Each optimizer of a session that may park state, with each of its parameters."""
-        for optimizer in {
-            id(optimizer): optimizer for rest in self._parking if rest.offloading.tier for optimizer in rest.optimizers
-        }.values():
-            yield from ((optimizer, p) for p in parameters_of(optimizer))
 
     def _round_begins(self) -> None:
         if self._is_over or not self._watched:
             self._between = max(self._between, (true_peak() or 0) - self._base)
+        self._is_watched = True
         self._watched, self._is_over = True, False
 
     def _step_ended(self) -> None:  # a step of GANs or of Lightning may have several, with a plan each
         peak = true_peak() or 0
-        if self._watched or not self.steps:
+        if self._watched or not self.steps or not self._is_watched:
             self._is_over, self._peak = True, max(self._peak, peak)
         else:  # a step that updates in hooks ends when the next one begins: that is not the next one's
             self.steps[-1]["peak"] = max(self.steps[-1]["peak"] or 0, peak - self._base)
@@ -224,12 +210,6 @@ def rounds(
         yield
     finally:
         Session._begin_round, Session.step_ended = begin, end  # type: ignore[method-assign]
-
-
-def _away(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> int:
-    """Bytes of this parameter's state that are in a tier."""
-    state = optimizer.state.get(p)
-    return sum(stored.nbytes for stored in state.away.values()) if type(state) is ParkedState else 0
 
 
 def outcome(script: Script, budget: Budget) -> dict[str, Any]:

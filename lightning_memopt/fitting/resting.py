@@ -18,6 +18,7 @@ from lightning_memopt.plan import weights as weights_in_step
 from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.plan.states import Chunk, StateOf, may_be_parked
 from lightning_memopt.session.at_rest import AtRest, Rests
+from lightning_memopt.session.observe.accumulated import Kept
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Parts
 
@@ -46,7 +47,7 @@ class Resting:
     def of(cls, session: Session, graph: Graph) -> Resting:
         """What rests in the training of a session, of which this step was observed."""
         offloading = Offloading(session.device, MemOptConfig(offload="disk"))  # nothing goes there
-        at_rest = AtRest(session.model, session.optimizers, offloading, _alone, silent, Parts(), frozenset())
+        at_rest = AtRest(session.model, session.optimizers, offloading, _alone, silent, Parts(), frozenset(), Kept())
         states = at_rest.states.found(graph, timed=False)
         chunks = at_rest.states.chunks(graph, states)
         weights = {path: tuple(own) for path, own in at_rest.weights.may_be_parked().items()}

@@ -247,7 +247,7 @@ class ParkedGradients:
         self.tier_nbytes = on_shelf(nbytes.values())
         self._shelf = Shelf(self.tier_nbytes, directory, self._parameters[0].device, limit_nbytes)
         self.places = {id(p): _Place(self._shelf, n, native) for p, n in nbytes.items()}
-        self._hooks = {id(p): p.register_post_accumulate_grad_hook(self._accumulated) for p in self._parameters}
+        self._hooks = {id(p): _listened(p, self._accumulated) for p in self._parameters}
         self._later: frozenset[int] = frozenset()
         self._turns: frozenset[int] = frozenset()
         self._leaving: tuple[torch.Tensor, _Place] | None = None
@@ -304,7 +304,7 @@ class ParkedGradients:
                 else:
                     place.park(gradient)
             except OffloadError as error:
-                self._tell(f"{error}: it stays on the device")
+                self._tell(f"{error}: it stays on the device", "not stored")  # the error's numbers differ
                 return 0
             return 0 if was_away else gradient.nbytes
 
@@ -325,6 +325,8 @@ class ParkedGradients:
         """
         self.leave()
         gradients = [(self.places[id(p)], g) for p in parameters if id(p) in self.places and (g := gradient_of(p)) is not None]
+        if not self._said and not all(place.has(gradient) for place, gradient in gradients if is_plain(gradient)):
+            self._tell("the loop gives parameters others (`p.grad = ...`), or views of one tensor, which stay on the device")
         with self._lock, below_autograd(), unwatched(), contextlib.suppress(torch.OutOfMemoryError):
             for place, gradient in gradients:
                 self.moved_nbytes += place.fetch(gradient)
@@ -373,15 +375,25 @@ class ParkedGradients:
                     self.places[key].outlives(self._shelf)
         return all_there
 
-    def _tell(self, what: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
+    def _tell(self, what: str, key: str = "") -> None:
+        """Say it once. `key`: stands for all that says the same."""
+        if (key or what) not in self._said:
+            self._said.add(key or what)
             self._say(f"MemOpt: gradients that the plan parks: {what}")
 
 
 def has_hooks_of_others(p: torch.Tensor) -> bool:
     """Whether somebody else is told when the gradient of this parameter was accumulated, and may write it."""
     return any(not str(hook.__module__).startswith(f"{_PACKAGE}.") for hook in accumulation_hooks(p))
+
+
+def _listened(p: torch.Tensor, accumulated: Callable[[torch.Tensor], None]) -> Any:
+    """A handle on this hook of a parameter, which may be frozen for now: a loop that trains two networks in turns does so."""
+    is_trained = p.requires_grad
+    try:
+        return p.requires_grad_(True).register_post_accumulate_grad_hook(accumulated)
+    finally:
+        p.requires_grad_(is_trained)
 
 
 def _nothing(_: Any) -> None:

@@ -179,7 +179,9 @@ class ParkedStates:
         """From now on, only the state and the gradients of these parameters are parked."""
         if self._gradients is not None:
             self._gradients.keep(gradients)
-            self._gradients = self._gradients if self._gradients.places else None
+            if not self._gradients.places:
+                self._gradients.close()
+                self._gradients = None
         goes, self.parameters = self.parameters, [p for p in self.parameters if p in states]
         self._nbytes = {id(p): self._nbytes[id(p)] for p in self.parameters}
         self._fetch([p for p in goes if p not in states])
@@ -310,7 +312,7 @@ class ParkedStates:
                     return
                 stored.wait_stored()
             except OffloadError as error:
-                self._tell(f"{error}: it stays on the device")
+                self._tell(f"{error}: it stays on the device", f"{name!r} is not stored")  # the error's numbers differ
                 return
             del flat
             self._leave_one(state, name, t, stored)
@@ -401,9 +403,10 @@ class ParkedStates:
     def tell_of_checkpoint(self) -> None:
         self._tell("the device has no room for all of it at once, so a checkpoint has it in the host's memory")
 
-    def _tell(self, what: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
+    def _tell(self, what: str, key: str = "") -> None:
+        """Say it once. `key`: stands for all that says the same."""
+        if (key or what) not in self._said:
+            self._said.add(key or what)
             self._say(f"MemOpt: optimizer state that the plan parks: {what}")
 
 

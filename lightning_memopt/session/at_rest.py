@@ -26,6 +26,7 @@ from lightning_memopt.plan.tiers import tier_budget
 from lightning_memopt.plan.weights import UnitOf
 from lightning_memopt.runtime.parked_weights import copies_overlap
 from lightning_memopt.session.judge.states import Running
+from lightning_memopt.session.observe.accumulated import Kept
 from lightning_memopt.session.observe.resident import Named, resident_nbytes
 from lightning_memopt.session.parked_states import StatesAtRest
 from lightning_memopt.session.parked_weights import WeightsAtRest
@@ -197,14 +198,17 @@ class AtRest(Part):
         say: Say,
         parts: Parts,
         written: AbstractSet[int],
+        kept: Kept,
     ) -> None:
         """`alone`: whether no other process trains the model. `parts`: those of the session; it is one if a plan may park.
-        `written`: identities of the storages that ops of observed steps wrote to.
+        `written`: identities of the storages that ops of observed steps wrote to. `kept`: their gradients that cannot be
+        parked.
         """
-        self.states = StatesAtRest(model, optimizers, offloading, alone, say, parts)
+        self.states = StatesAtRest(model, optimizers, offloading, alone, say, parts, kept)
         self.weights = WeightsAtRest(model, offloading, alone, say, parts, written)
         self._offloading = offloading
         self._observed: tuple[StateParking, ...] = ()
+        self._before: list[Plan] = []  # of the last step
         if offloading.tier:
             parts.add(self)
 
@@ -234,13 +238,27 @@ class AtRest(Part):
         else:
             self.states.put(self._observed)
 
+    def step_ended(self, planned: Sequence[object]) -> None:
+        self._before = [state.plan for state in planned if isinstance(state, Running)]
+
     def between_steps(self, state: object) -> None:
         if isinstance(state, Running):
             self._put(state)
 
     def _put(self, state: Running) -> None:
-        self.weights.put(state.plan.weights)
-        self.states.put(state.plan.states)
+        """What the plan of this state parks, is parked from now on. If a step has several forwards, each with a backward and a
+        plan of its own, what another one parks stays away, too, as far as the tier has room for both.
+        """
+        plan, limit = state.plan, self._offloading.limit_nbytes
+        states = {(each.what, each.parameter): each for other in (*self._before, plan) for each in other.states}
+        weights = {each.module: each for other in (*self._before, plan) for each in other.weights}
+        more_nbytes = _tier_nbytes((*states.values(), *weights.values())) - _tier_nbytes((*plan.states, *plan.weights))
+        if limit is None or plan.predicted.tier_nbytes + more_nbytes <= limit:
+            self.weights.put(tuple(weights.values()))
+            self.states.put(tuple(states.values()))
+        else:
+            self.weights.put(plan.weights)
+            self.states.put(plan.states)
 
     @property
     def moved_nbytes(self) -> int:
@@ -260,7 +278,7 @@ class AtRest(Part):
         hopeless = rests and limit_nbytes is not None and max(fixed_levels(graph), default=0) > limit_nbytes
         whole = _Try(Rests(), None, None, ()) if hopeless else _Try.of(solve, graph, Rests(), say)  # solving takes minutes
         if limit_nbytes is None or not whole.fits:
-            self.weights.tell_of_others(graph)
+            self._tell_of_others(graph)
         if not rests or (whole.fits and whole.seconds == 0 and limit_nbytes is not None):
             return self._chosen(say, graph, whole)
 
@@ -304,9 +322,14 @@ class AtRest(Part):
         bytes that this takes there. `all_of_it`: with everything that can be.
         """
         found = Rests(tuple(self.states.found(graph, timed=False)), tuple(self.weights.found(graph, timed=False)))
-        self.weights.tell_of_others(graph)
+        self._tell_of_others(graph)
         rests = found if all_of_it else found.within(self._offloading.limit_nbytes)
         return self._in_step(graph, rests) if rests else graph, rests.tier_nbytes
+
+    def _tell_of_others(self, graph: Graph) -> None:
+        """A budget is missed, or the least is looked for: tell what rests and cannot be parked, and why."""
+        self.weights.tell_of_others(graph)
+        self.states.tell_of_gradients(graph)
 
     def _that_fit(self, graph: Graph, found: Rests) -> Rests:
         """What the tier has room for."""
@@ -362,6 +385,10 @@ class AtRest(Part):
         if weights:
             say(f"MemOpt: on the device only while their module runs: {weights_text(weights)}; {_copies_text(weights)}")
         return chosen.solved
+
+
+def _tier_nbytes(each: Sequence[StateParking | WeightParking]) -> int:
+    return sum(one.tier_nbytes for one in each)
 
 
 def _copies_text(each: Sequence[StateParking] | Sequence[WeightParking]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -73,7 +74,7 @@ class Neighbours(Part):
         self._steps = 0
         self._said = False
 
-    def step_ended(self, planned: bool) -> None:
+    def step_ended(self, planned: Sequence[object]) -> None:
         """See `Part`. Warns when the budget is no longer free, and again only after it was free in between."""
         if not planned:
             return

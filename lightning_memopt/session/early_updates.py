@@ -11,7 +11,7 @@ a metric or a log, updates nothing early.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -329,7 +329,7 @@ class EarlyUpdating(Part):
         """Names of the parameters that are updated early."""
         return self.learnt - self.late
 
-    def step_ended(self, planned: bool) -> None:
+    def step_ended(self, planned: Sequence[object]) -> None:
         self._marked = False
         self.updates.step_ended()
 

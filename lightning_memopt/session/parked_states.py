@@ -14,10 +14,9 @@ import torch
 from torch import nn, optim
 
 from lightning_memopt.device.kinds import kind_of
-from lightning_memopt.device.places import is_on, on_host
+from lightning_memopt.device.places import is_on
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.graph import Graph
-from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import StateParking
 from lightning_memopt.plan.model import Read
 from lightning_memopt.plan.states import Chunk, StateOf, may_be_parked, parked, priced
@@ -31,14 +30,19 @@ from lightning_memopt.runtime.state_chunks import chunks_of
 from lightning_memopt.runtime.tiers import Tier
 from lightning_memopt.runtime.tiers.shelf import on_shelf
 from lightning_memopt.session.measure.peak_meter import in_compiled_code
+from lightning_memopt.session.observe.accumulated import Kept
 from lightning_memopt.session.parking.offloading import Offloading
+from lightning_memopt.session.parking.readable import obstacle
 from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.solve.rehearsal import rehearse
-from lightning_memopt.torch_private import has_backward_hooks
+from lightning_memopt.torch_private import gradient_of, has_backward_hooks
+from lightning_memopt.units import format_nbytes
 
 Say = Callable[[str], None]
 _CHUNKED = (*ALLOWED, optim.Adamax, optim.RMSprop, optim.ASGD, optim.Rprop, optim.Adadelta)
 """Optimizers of torch that update each parameter by itself, and write to its own state alone."""
+_OUTSIDE = Reason("some parameters are not in the model that was given", "Give a module that has all of them")
+_BY_HAND = Reason("no optimizer of the run updates their parameters", "Give the run all optimizers")
 
 
 def _parking(name: str, tier: str, sizes: Sequence[int], seconds: float) -> StateParking:
@@ -53,6 +57,8 @@ class StatesAtRest(Part):
     """The optimizer state of a session that its plans park.
 
     model, optimizers, offloading: those of the session.
+
+    Many methods: it moves state and gradients, says what can be parked and at which price, and tells of what cannot.
     """
 
     def __init__(
@@ -63,14 +69,16 @@ class StatesAtRest(Part):
         alone: Callable[[], bool],
         say: Say,
         parts: Parts,
+        kept: Kept,
     ) -> None:
-        """`alone`: whether no other process trains the model. `parts`: those of the session; it is one if a plan may park."""
+        """`alone`, `parts`, `kept`: see `AtRest`."""
         if offloading.tier:
             parts.add(self)
         self.model = model
         self.optimizers = optimizers
         self.offloading = offloading
         self._alone = alone
+        self._kept = kept
         self._say = say
         self._said: set[str] = set()
         self._states: tuple[StateParking, ...] = ()
@@ -121,7 +129,7 @@ class StatesAtRest(Part):
         each = next((each for each in self._parked if each.has(p)), None)
         return contextlib.nullcontext() if each is None else each.updating(p)
 
-    def step_ended(self, planned: bool) -> None:
+    def step_ended(self, planned: Sequence[object]) -> None:
         for each in self._parked:
             each.step_ended()
 
@@ -238,14 +246,46 @@ class StatesAtRest(Part):
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters whose gradients are worth parking, if the device can read them in the tier, and their names."""
         device = self.offloading.device
-        if on_host(device) != (self.offloading.tier == "disk") or loaded() is None:
+        if obstacle(self.offloading, self._alone()) is not None:
             return
-        names = {id(p): name for name, p in self.model.named_parameters() if p.requires_grad and is_on(device, p.device)}
+        names = {id(p): name for name, p in self.model.named_parameters() if is_on(device, p.device)}
         for optimizer in filter(self._may, self.optimizers):
             for p in parameters_of(optimizer):
                 name = names.pop(id(p), None)  # another optimizer may have it, too
                 if name is not None and p.nbytes >= LEAST_NBYTES:
                     yield name, p
+
+    def tell_of_gradients(self, graph: Graph) -> None:
+        """A budget is missed, or the least is looked for: tell which gradients cannot be parked, and why."""
+        if not self.offloading.tier:
+            return
+        device, blocked = self.offloading.device, obstacle(self.offloading, self._alone())
+        early = {graph.tensors[update.parameter].name for update in graph.updates}
+        unread: dict[int, Reason | None] = {}  # why no optimizer reads the gradient of a parameter a few at a time
+        for optimizer in self.optimizers:
+            reason = next(iter(self._reasons(optimizer)), None)
+            unread |= dict.fromkeys(map(id, parameters_of(optimizer)), reason)
+        known = {id(p) for p in self.model.parameters()}
+        updated = [p for each in self.optimizers for p in parameters_of(each) if gradient_of(p) is not None or p in each.state]
+        stays = Counter[Reason]()
+        stays[blocked or _OUTSIDE] = sum(
+            p.nbytes for p in updated if id(p) not in known and is_on(device, p.device) and p.nbytes >= LEAST_NBYTES
+        )
+        for name, p in self.model.named_parameters():
+            if name in early or not is_on(device, p.device):
+                continue
+            if name in graph.gradients:
+                nbytes, reason = p.nbytes, blocked or unread.get(id(p), _BY_HAND)
+            elif name in self._kept.why:
+                nbytes, own = self._kept.why[name]
+                reason = blocked or own
+            else:  # autograd accumulates none
+                continue
+            if reason is not None and nbytes >= LEAST_NBYTES:
+                stays[reason] += nbytes
+        for reason, nbytes in stays.items():
+            if nbytes and self._is_new(f"gradients: {reason.what}"):
+                self._say(f"MemOpt: gradients stay on the device ({format_nbytes(nbytes)}): {reason.what}. {reason.fix}.")
 
     def all_of(self, rounded: Callable[[int], int]) -> tuple[StateParking, ...]:
         """All that can be parked, without seconds. `rounded`: bytes -> those that the device's allocator gives."""
@@ -253,7 +293,7 @@ class StatesAtRest(Part):
         for name, sizes, _ in self._each(rounded):
             found.setdefault(name, []).extend(sizes)
         states = [_parking(name, self.offloading.tier, sizes, 0.0) for name, sizes in found.items()]
-        return *states, *(self._gradient(name, p, 0.0) for name, p in self._parameters())
+        return *states, *(self._gradient(name, p, 0.0) for name, p in self._parameters() if p.requires_grad)
 
     def _each(self, rounded: Callable[[int], int]) -> Iterator[tuple[str, list[int], bool]]:
         """The name of each parameter whose state can be parked, bytes of the tensors of it that one optimizer has or will make,
@@ -263,17 +303,17 @@ class StatesAtRest(Part):
             return
         device = self.offloading.device
         known = {id(p) for p in self.model.parameters()}
-        names = {id(p): name for name, p in self.model.named_parameters() if p.requires_grad and is_on(device, p.device)}
+        names = {id(p): name for name, p in self.model.named_parameters() if is_on(device, p.device)}
         for optimizer in self.optimizers:
             groups = optimizer.param_groups
             ours = [(group, p) for group in groups for p in group["params"] if id(p) in names]
             if any(parkable(optimizer, p) for p in parameters_of(optimizer) if id(p) not in known):
-                self._tell(Reason("some parameters are not in the model that was given", "Give a module that has all of them"))
+                self._tell(_OUTSIDE)
             if not ours or not self._may(optimizer):
                 continue
             for group, p in ours:
                 is_there, sizes = bool(optimizer.state.get(p)), parkable(optimizer, p)
-                if not is_there:
+                if not is_there and p.requires_grad:
                     sizes = [n for n in rehearse(optimizer, [(group, [p])], device, rounded).state if n >= LEAST_NBYTES]
                 if sizes:
                     yield names[id(p)], sizes, is_there
@@ -284,6 +324,13 @@ class StatesAtRest(Part):
 
     def _may(self, optimizer: optim.Optimizer) -> bool:
         """Whether state of this optimizer can be parked."""
+        reasons = self._reasons(optimizer)
+        for reason in reasons[:1]:
+            self._tell(reason)
+        return not reasons
+
+    def _reasons(self, optimizer: optim.Optimizer) -> list[Reason]:
+        """Why nothing that this optimizer reads can be parked."""
         reasons = of_step(optimizer, _CHUNKED)
         if any(group.get("capturable") for group in optimizer.param_groups):
             reasons.append(Reason("a capturable optimizer has its state at fixed addresses", "Set capturable=False"))
@@ -293,9 +340,7 @@ class StatesAtRest(Part):
             reasons.append(
                 Reason("several processes train, and plans of ranks do not park it yet", "Shard it with FSDP2 or ZeRO")
             )
-        for reason in reasons[:1]:
-            self._tell(reason)
-        return not reasons
+        return reasons
 
     def _tell(self, reason: Reason) -> None:
         """Say once why state is not parked."""

@@ -5,7 +5,7 @@ A weight that is away can be read (runtime/parked_weights.py). So weights stay a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -14,7 +14,6 @@ from torch import nn
 from lightning_memopt.device.places import is_on, on_host
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.graph import Graph
-from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import WeightParking
 from lightning_memopt.plan.weights import Unit, UnitOf, movable, parked_weights, priced, read_units
 from lightning_memopt.record import compiled_modules
@@ -23,11 +22,13 @@ from lightning_memopt.runtime.frozen_units import frozen_units
 from lightning_memopt.runtime.parked import LEAST_NBYTES
 from lightning_memopt.runtime.parked_weights import ParkedWeights, may_be_parked, placed_in
 from lightning_memopt.session.parking.offloading import Offloading
+from lightning_memopt.session.parking.readable import obstacle
 from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.torch_private import storage_id
 from lightning_memopt.units import format_nbytes
 
 Say = Callable[[str], None]
+_COMPILED = Reason("compiled code does not say when it reads them", "Train without torch.compile")
 
 
 class WeightsAtRest(Part):
@@ -168,11 +169,12 @@ class WeightsAtRest(Part):
         units = frozen_units(self.model, self.offloading.device) if self.offloading.tier else {}
         if sum(w.nbytes for own in units.values() for w in own.values()) < LEAST_NBYTES:
             return {}
-        for what, fix in self._obstacles():
-            if self._is_new(what):
-                self._say(f"MemOpt: frozen weights are not parked: {what}. {fix}.")
-            return {}
-        return units
+        reason = obstacle(self.offloading, self._alone()) or (_COMPILED if compiled_modules(self.model) else None)
+        if reason is None:
+            return units
+        if self._is_new(reason.what):
+            self._say(f"MemOpt: frozen weights are not parked: {reason.what}. {reason.fix}.")
+        return {}
 
     def _frozen_now(self) -> list[torch.Tensor]:
         return [p for p in self.model.parameters() if not p.requires_grad]
@@ -182,13 +184,3 @@ class WeightsAtRest(Part):
         new = what not in self._said
         self._said.add(what)
         return new
-
-    def _obstacles(self) -> Iterator[Reason]:
-        if on_host(self.offloading.device) != (self.offloading.tier == "disk"):
-            yield Reason("the device cannot read a file", "Set offload='host'")
-        if not self._alone():
-            yield Reason("several processes train, and plans of ranks do not park them yet", "Shard them with FSDP2")
-        if loaded() is None:
-            yield Reason("the native engine is not there", "Install a C++ compiler")
-        if compiled_modules(self.model):
-            yield Reason("compiled code does not say when it reads them", "Train without torch.compile")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch.optim import Optimizer
@@ -27,8 +27,8 @@ class Part:
         inside.
         """
 
-    def step_ended(self, planned: bool) -> None:
-        """The step is over. `planned`: a plan was in force in it."""
+    def step_ended(self, planned: Sequence[object]) -> None:
+        """The step is over. `planned`: the states whose plans were in force in it."""
 
     def between_steps(self, state: object) -> None:
         """The session is between two steps, and what observed the last one holds nothing. `state`: the one of the last step's

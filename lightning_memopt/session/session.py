@@ -103,9 +103,9 @@ class Session:
         blocks = self._parts.add(CompiledBlocks(config, self.say))
         self.pool = Pooling(config, self.device, self.say, self._parts)
         self._tiling = Tiling(model, config, self._agreement, self.say, self._parts)
-        written = self._observed_step.overwritten
+        written, kept = self._observed_step.overwritten, self._observed_step.kept
         alone = partial(getattr, self._agreement, "alone")
-        self._at_rest = AtRest(model, self.optimizers, self._offloading, alone, self.say, self._parts, written)
+        self._at_rest = AtRest(model, self.optimizers, self._offloading, alone, self.say, self._parts, written, kept)
         self._neighbours = self._parts.add(Neighbours(self.device, self.budget_nbytes))
         self._early: EarlyUpdating | None = None
         self._attachment: Attachment | None = None
@@ -225,7 +225,7 @@ class Session:
         self._sequence.step_ended()
         step, self._step = self._step, Step()
         for tell in self._parts.step_ended:
-            tell(bool(step.plans))
+            tell(step.plans)
         observation, before = self._observed_step.now, self._current
         self._slowed = self._metering.profiling or observation is not None
         measured = self._metering.close(observation)

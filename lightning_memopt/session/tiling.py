@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, TypeVar
@@ -230,7 +230,7 @@ class Tiling(Part):
         recording.
         """
         if self._wanted and self._begun is not self._now and (self.mode is None or self.mode.is_done):
-            self.step_ended(isinstance(state, Running))  # batches of several shapes in a step
+            self.step_ended((state,) if isinstance(state, Running) else ())  # batches of several shapes in a step
             self.step_begins(state, None)
         if recording is not None:
             recording.recorder.tiles = self.mode
@@ -242,7 +242,7 @@ class Tiling(Part):
         if self.mode is not None and not closure and not backward_runs():
             self.mode.end()
 
-    def step_ended(self, planned: bool) -> None:
+    def step_ended(self, planned: Sequence[object]) -> None:
         if self.mode is None:
             return
         mode, given = self.mode, self._compares
@@ -312,7 +312,7 @@ class Tiling(Part):
         """What the step has shown."""
         if not self._wanted:
             return Known("whole", why="tile='off'")
-        self.step_ended(planned=False)  # the step may go on, with a batch of another shape
+        self.step_ended(())  # the step may go on, with a batch of another shape
         if now.phase in ("prove", "tiled") and self._begun is not now:
             return now.missed_head()
         if now.phase == "look":

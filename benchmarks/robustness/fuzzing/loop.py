@@ -33,17 +33,46 @@ FEATURES = {
     "marked": "the same, and the loop marks its last backward, for updates in it",
     "restored": "the same, and every n-th step a checkpoint is made after the update, from which the loop goes on",
     "state read": "the same, and every n-th step the loop reads the state of the optimizer",
+    "zero in place": "the same, and gradients are set to zero, not forgotten",
+    "gradients written": "the same, and every n-th step gradients are scaled, through `data` or not",
+    "gradients viewed": "the same, and NumPy reads gradients where they are",
+    "gradients held": "the same, and the loop holds the gradients of a step until the next backward is over",
+    "frozen": "the same, and some layers are frozen",
+    "adapters": "the same, and all matrices are frozen",
+    "unfreezes": "the same, and what is frozen is not from the middle of the run on",
+    "freezes": "the same, and the first half of the model is frozen from the middle of the run on",
+    "disk budget": "the same, and the disk has room for a part of it",
 }
 _RARE = 0.15
 """The chance of each feature. A loop has two of them on average."""
-_EXCLUSIVE = (("method", "parts"), ("hooks", "accumulate"), ("hooks", "clip"), ("hooks", "marked"))
+_EXCLUSIVE = (
+    ("method", "parts"),
+    ("hooks", "accumulate"),
+    ("hooks", "clip"),
+    ("hooks", "marked"),
+    ("hooks", "frozen"),
+    ("hooks", "adapters"),
+    ("marked", "gradients written"),
+)
 """Of these the second one is left out: a loop calls in one way, and after a hook no gradient is left to add to, to clip or to
-update with.
+update with, and a frozen weight has no hook. Gradients that are read now and then, are read too late for updates in backward.
 """
 _OWN = ("head", "parked")
 """Features with generators of their own: without them, a seed is the loop that it was before."""
 _WITH_PARKED = ("marked", "restored", "state read")
 """Features of loops whose state is parked."""
+_RESTING = (
+    "zero in place",
+    "gradients written",
+    "gradients viewed",
+    "gradients held",
+    "frozen",
+    "adapters",
+    "unfreezes",
+    "freezes",
+    "disk budget",
+)
+"""More of them, drawn by another generator."""
 SHARES = (0.0, 0.3, 0.5, 0.8, 1.0)
 _SHARES_PARKED = (0.0, -0.5, -0.2, 0.0, 0.2)
 
@@ -92,11 +121,13 @@ def draw_loop(seed: int) -> Loop:
     rng = random.Random(seed)
     names = [name for name in OPS if name != "routed"]  # its sizes follow the data: nobody knows what the next batch takes
     nodes = tuple(Node(rng.choice(names), near(rng), near(rng), rng.randrange(8)) for _ in range(rng.randrange(4, 15)))
-    features = [name for name in FEATURES if name not in (*_OWN, *_WITH_PARKED) and rng.random() < _RARE]
+    features = [name for name in FEATURES if name not in (*_OWN, *_WITH_PARKED, *_RESTING) and rng.random() < _RARE]
     features += [name for name in _OWN if random.Random(f"{name} {seed}").random() < _RARE]
     own = random.Random(f"of {_OWN[-1]} {seed}")
     parked = "parked" in features
     features += [name for name in _WITH_PARKED if parked and own.random() < 2 * _RARE]
+    resting = random.Random(f"resting {seed}")
+    features += [name for name in _RESTING if parked and resting.random() < 2 * _RARE]
     for one, other in _EXCLUSIVE:
         if one in features and other in features:
             features.remove(other)

@@ -23,7 +23,9 @@ from benchmarks.robustness.loops_judge import Outcome, sizes, within
 from benchmarks.robustness.loops_run import MOVING, forked
 from benchmarks.robustness.scripts import Log, Script, Watch
 from lightning_memopt.runtime import parked_states as parked
+from lightning_memopt.runtime.tiers.room import taken_nbytes
 from lightning_memopt.session import parked_states as session_parked
+from lightning_memopt.session import parked_weights
 
 _LEAST_NBYTES = 512
 """Layers are so small that their optimizer state would not be parked otherwise."""
@@ -92,7 +94,7 @@ def train(loop: Loop, watch: Watch, log: Log, steps: int) -> dict[str, Any]:
     """The loop as a script of `benchmarks loops`."""
     torch.manual_seed(loop.seed)
     has = loop.features.__contains__
-    for module in (parked, session_parked) if has("parked") else ():
+    for module in (parked, session_parked, parked_weights) if has("parked") else ():
         module.LEAST_NBYTES = _LEAST_NBYTES
     model = Network(loop.nodes, has("head"))
     loss_of = LOSSES[loop.seed % len(LOSSES)] if has("head") else F.mse_loss
@@ -104,7 +106,10 @@ def train(loop: Loop, watch: Watch, log: Log, steps: int) -> dict[str, Any]:
         model.decoder.register_forward_pre_hook(more)
     if has("backward now and then"):
         model.decoder.register_full_backward_hook(more)
+    _freeze(loop, model)
     optimizers = _optimizers(loop, model)
+    zero = partial(model.zero_grad, set_to_none=not has("zero in place"))
+    held: list[Tensor] = []
     source = torch.Generator().manual_seed(loop.seed)
     outputs: list[tuple[Tensor, Tensor]] = []
     with watch(model, optimizers[0] if len(optimizers) == 1 else optimizers) as run:
@@ -118,14 +123,17 @@ def train(loop: Loop, watch: Watch, log: Log, steps: int) -> dict[str, Any]:
                 before, outputs = outputs, _outputs(loop, model, teacher, batches)
                 loss = torch.stack([loss_of(out, target) for out, target in outputs]).sum()
                 if has("zero first") and part == 0:
-                    model.zero_grad()
+                    zero()
                 before.clear()
                 is_marked = has("marked") and run is not None and part == has("accumulate")
                 with run.last_backward() if is_marked else contextlib.nullcontext():
                     loss.backward()
-            grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not has("marked")}
-            gradients = digest(grads)
-            grads.clear()
+            held.clear()
+            gradients = None if has("marked") else _gradients_read(loop, model)
+            if has("gradients written") and more.due:
+                _write_gradients(model)
+            if has("gradients held"):
+                held += [p.grad for p in model.parameters() if p.grad is not None]
             if has("clip"):
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             if has("update now and then"):
@@ -133,13 +141,59 @@ def train(loop: Loop, watch: Watch, log: Log, steps: int) -> dict[str, Any]:
             if not has("hooks"):
                 optimizers[0].step()
                 if not has("zero first"):
-                    optimizers[0].zero_grad()
+                    zero()
             log(loss, gradients, _state_read(optimizers) if has("state read") and more.due else None)
             if has("restored") and more.due:
                 for optimizer in optimizers:
                     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             _after(loop, model, average, kept, more.due)
+            if step == steps // 2:
+                _change_frozen(loop, model)
+            if has("parked") and has("disk budget") and taken_nbytes("disk") > _disk_nbytes(loop):
+                raise AssertionError(f"{taken_nbytes('disk')} bytes are on the disk, and {_disk_nbytes(loop)} may be")
     return {"model": model, "average": average, "kept": kept, "optimizers": optimizers}
+
+
+def _freeze(loop: Loop, model: Network) -> None:
+    """Before anything runs. A matrix of each part learns in any case."""
+    if "frozen" in loop.features:
+        for i, module in enumerate(model.modules()):
+            if not list(module.children()) and (loop.seed + i) % 3:
+                module.requires_grad_(False)
+    if "adapters" in loop.features:
+        for p in model.parameters():
+            p.requires_grad_(p.dim() < 2)
+    for part in model.modules():
+        if isinstance(part, Part):
+            part.parts.linear[0].weight.requires_grad_(True)
+
+
+def _change_frozen(loop: Loop, model: Network) -> None:
+    """In the middle of the run."""
+    if "unfreezes" in loop.features:
+        model.requires_grad_(True)
+    if "freezes" in loop.features:
+        model.encoder.requires_grad_(False)
+        for p in model.encoder.parameters():
+            p.grad = None
+
+
+def _gradients_read(loop: Loop, model: Network) -> Any:
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    if "parked" in loop.features and "gradients viewed" not in loop.features:  # what NumPy has seen is parked no more
+        return {name: digest(grad.clone()) for name, grad in grads.items()}
+    return digest(grads)
+
+
+def _write_gradients(model: Network) -> None:
+    for i, p in enumerate(model.parameters()):
+        if p.grad is not None:
+            (p.grad.data if i % 2 else p.grad).mul_(0.5)
+
+
+def _disk_nbytes(loop: Loop) -> int:
+    """The budget of the disk."""
+    return (1 << 15) << loop.seed % 4
 
 
 def _optimizers(loop: Loop, model: Network) -> list[torch.optim.Optimizer]:
@@ -214,6 +268,8 @@ def judge_loop(loop: Loop) -> Finding | None:
         # names more than the plain step takes, or too little. To know better takes one plan for all of them.
         faults = [fault for fault in faults if not fault.endswith("times")]
         row["budgets"] = row["budgets"][-1:]
+    if "disk budget" in loop.features:  # the line of the plan in force says what the disk has room for
+        faults = [fault for fault in faults if not fault.endswith("not parked, silent")]
     if faults:
         told = {name: row[name] for name in _TOLD if name in row}
         return Finding(faults[0], f"plain peak {peak}, resident {resident}: {told}")
@@ -237,6 +293,7 @@ def _run(loop: Loop, budget: int | str | None) -> Outcome:
         options["tile"] = "exact"
     if "parked" in loop.features:
         options |= MOVING
+        options |= {"disk_budget": _disk_nbytes(loop)} if "disk budget" in loop.features else {}
     return forked(Script("fuzzed", "", partial(train, loop), steps=loop.steps, options=options), budget)
 
 

@@ -37,7 +37,7 @@ from lightning_memopt.runtime.engine.units import Units
 from lightning_memopt.runtime.parked_gradients import whose_gradients_are_parked
 from lightning_memopt.session.forward.gathering import Watched, observed_code
 from lightning_memopt.session.forward.recording import Recording, hooks_allowed
-from lightning_memopt.session.observe.accumulated import Accumulated
+from lightning_memopt.session.observe.accumulated import Accumulated, Kept
 from lightning_memopt.session.observe.final_gradients import NEVER, Final, freed_early, kept, settled, with_updates
 from lightning_memopt.session.observe.resident import away_nbytes, away_state_nbytes, resident_tensors
 from lightning_memopt.torch_private import (
@@ -82,7 +82,7 @@ class Observation:
     overwritten: identities of the storages that ops wrote to. This step adds those that it sees.
     recompute: ops may run again. Otherwise nothing is evicted or verified, and no op of the graph is recomputable.
     one_of_many: the observed forward is one of many whose graphs are held; none has early updates.
-    gradients: the graph says which tensors are gradients of parameters (`Graph.gradients`).
+    gradients: is told of those that cannot be parked. The graph names the others (`Graph.gradients`), unless this is None.
     finals: where gradients became final; tensors are storage versions of the tape.
     copies: the points at which DistributedDataParallel copied reduced gradients back.
     events: the allocator's events in this round; None where it is not metered.
@@ -103,13 +103,13 @@ class Observation:
         recompute: bool = True,
         one_of_many: bool = False,
         overwritten: set[int] | None = None,
-        gradients: bool = False,
+        gradients: Kept | None = None,
     ) -> None:
         self.model, self.optimizers, self.device = model, optimizers, device
         self.limit_nbytes, self.verify, self.meter = limit_nbytes, verify, meter
         self.fixed, self.finals, self.recompute = fixed, list[Final](), recompute
         self.one_of_many, self._rest = one_of_many, contextlib.ExitStack()
-        self.gradients = gradients
+        self.gradients, self.evicted = gradients, False
         self._accumulated: Accumulated | None = None
         self.copies = range(0)
         self._weights: dict[int, torch.Tensor] | None = None  # of this round: id of a sharded parameter -> its gathered weight
@@ -117,7 +117,6 @@ class Observation:
         self.events: AllocatorEvents | None = None
         self.peak_nbytes = 0
         self.opaque_ops: dict[str, str] = {} if opaque_ops is None else opaque_ops
-        self.evicted = False
         self.overwritten: set[int] = set() if overwritten is None else overwritten
         self._lost: set[int] = set()
         self._away_nbytes = 0  # of what is in a tier, and the graph has nevertheless
@@ -170,7 +169,7 @@ class Observation:
             rest = Rest(tracer)
             tracer.passes = rest.takes
             self._rest.callback(rest.end)
-        weights, states = away_nbytes(self.model, self.gradients), away_state_nbytes(self.optimizers)
+        weights, states = away_nbytes(self.model, bool(self.gradients)), away_state_nbytes(self.optimizers)
         adopt_all(tracer, recorder, resident_tensors(self.model, self.optimizers, batch), weights + states)
         self._away_nbytes = weights + (0 if counts is not None else states)  # the counter does not count empty storages
         units = units_of(self.model)
@@ -202,7 +201,8 @@ class Observation:
             self._contexts.enter_context(around_units(watched))
         if self.gradients and tracer.ledger is not None:
             self._contexts.enter_context(told_of_leaving(partial(_leaves, recorder, tracer, tracer.ledger)))
-        self._accumulated = Accumulated(self.model, tracer, recorder, self._contexts) if self.gradients else None
+        if self.gradients is not None:
+            self._accumulated = Accumulated(self.model, tracer, recorder, self._contexts, self.gradients)
         self._contexts.callback(self._level_ends)
         levels, told = around_dual_levels(self._level_begins, self._level_ends)
         self._contexts.enter_context(levels.listening(told))

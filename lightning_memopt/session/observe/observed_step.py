@@ -11,6 +11,7 @@ from lightning_memopt.config import ONLY_OBSERVED, MemOptConfig
 from lightning_memopt.device.places import is_on
 from lightning_memopt.graph import Graph
 from lightning_memopt.session.forward.recording import Recording
+from lightning_memopt.session.observe.accumulated import Kept
 from lightning_memopt.session.observe.effort import Effort
 from lightning_memopt.session.observe.observation import Observation, observing
 from lightning_memopt.session.observe.observing import Observing, Waiting
@@ -31,12 +32,14 @@ class ObservedStep:
     now: its observation, None while no step is observed.
     effort: how much may be observed.
     overwritten: identities of the storages that ops of observed steps wrote to.
+    kept: the gradients of observed steps that cannot be parked.
     """
 
     def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], config: MemOptConfig, effort: Effort) -> None:
         self.now: Observation | None = None
         self.effort = effort
         self.overwritten: set[int] = set()
+        self.kept = Kept()
         self._model = model
         self._optimizers = optimizers
         self._config = config
@@ -84,7 +87,7 @@ class ObservedStep:
             self._config.recompute,
             one_of_many=self.effort.looks_at_last and not early,
             overwritten=self.overwritten,
-            gradients=gradients or self._config.profile_steps >= ONLY_OBSERVED,
+            gradients=self.kept if gradients or self._config.profile_steps >= ONLY_OBSERVED else None,
         )
         return self.now
 

@@ -16,6 +16,7 @@ from benchmarks.robustness.fuzzing.loop import FEATURES, Loop, draw_loop, read
 from benchmarks.robustness.fuzzing.loop_runs import judge_loop
 from benchmarks.robustness.fuzzing.runs import judge, ran
 from benchmarks.robustness.fuzzing.shrink import shrunk
+from benchmarks.robustness.loops_judge import RESTS
 from lightning_memopt.runtime.engine import rebuild
 from lightning_memopt.session.judge.states import Running
 
@@ -318,7 +319,7 @@ def test_what_the_fuzzer_found_in_loops(worker: Worker, name: str) -> None:
 
 
 def test_every_feature_is_drawn() -> None:
-    drawn = {name for seed in range(100) for name in draw_loop(seed).drawn}
+    drawn = {name for seed in range(200) for name in draw_loop(seed).drawn}
     assert drawn >= {*FEATURES, "scratch", "emptied", "iterated", "resized"}
 
 
@@ -341,7 +342,7 @@ def test_a_loop_that_fails_is_made_small() -> None:
 def _ran(*peaks: int, planned: int | None = None, between: int = 0) -> dict[str, Any]:
     """The results of runs of one step each; the later ones are planned for this many bytes."""
     always = {"began": 1 << 20, "promised": planned, "between": between, "dropped": 0}
-    always |= {"parked": 0, "parkable": 0, "away": 0}
+    always |= dict.fromkeys(RESTS, 0)
     steps = [always | {"peak": peak, "predicted": planned if i else None} for i, peak in enumerate(peaks)]
     return {
         "status": "trained", "losses": [["0x1p0"]] * len(peaks), "steps": steps, "said": [], "output": [], "state": {},

@@ -15,14 +15,14 @@ from torch import nn
 
 from benchmarks.lib.digests import digest
 from benchmarks.robustness import loops, loops_count
-from benchmarks.robustness.loops_judge import examine, judge
+from benchmarks.robustness.loops_judge import RESTS, examine, judge
 from benchmarks.robustness.scripts import LOOPS
 
 ROOT = Path(loops.__file__).parents[2]
 counts = pytest.mark.skipif(loops_count.built() is None, reason="needs a compiler")
 QUICK = ("lora", "dqn")
-STATE = {"parked": 0, "parkable": 0, "away": 0}
-"""Of a step in which no optimizer state could be parked."""
+STATE = dict.fromkeys(RESTS, 0)
+"""Of a step in which nothing that rests could be parked."""
 
 
 def _output(*arguments: str) -> str:
@@ -116,6 +116,23 @@ def test_the_judge_of_optimizer_state() -> None:
     assert judge(plain, _outcome(steps=here, said=["MemOpt: optimizer state is not parked: LBFGS"]), ["min"])["faults"] == []
     said = ["MemOpt: parked between updates: the optimizer state of 1 parameter"]
     assert judge(plain, _outcome(steps=here, said=said), ["min"])["faults"] == ["state not parked, silent"]
+
+
+@pytest.mark.parametrize(("what", "name"), [("gradients", "gradients"), ("frozen weights", "weights")])
+def test_the_judge_of_gradients_and_frozen_weights(what: str, name: str) -> None:
+    """By the smallest plan, each plan was offered all of them. What it parks is away. Or a line says why not."""
+    plain, step = _outcome(), _outcome()["steps"][0]
+    silent = [f"{what} not parked, silent"]
+
+    def faults(budget: Any, said: str = "", **nbytes: int) -> list[str]:
+        last = step | {f"{name}_{how}": n for how, n in nbytes.items()}
+        found = judge(plain, _outcome(steps=[step, last], said=[said]), [budget])["faults"]
+        return [fault for fault in found if "parked" in fault]
+
+    assert faults("min", parked=60, away=60) == faults(300, unknown=60) == []
+    assert faults("min", unknown=60) == faults("min", parked=60, missing=20) == faults(300, parked=60, missing=20) == silent
+    assert faults("min", f"MemOpt: {what} stay on the device (60 bytes): they are sparse.", unknown=60) == []
+    assert faults("min", "MemOpt: optimizer state is not parked: LBFGS", unknown=60) == silent
 
 
 def test_the_judge_of_what_comes_between_steps() -> None:
