@@ -259,7 +259,7 @@ def test_a_tier_that_is_smaller_than_what_rests(pages: int) -> None:
 @pytest.mark.parametrize("n", range(1, 5))
 def test_a_tier_that_is_full_when_it_is_made(n: int) -> None:
     """Others have taken the room since the plan was made: what it parks stays on the device, and a line says what to do."""
-    error = TierFullError("the disk tier has 1.00 MiB of at most 1.00 MiB, and no room for more; set a larger disk_budget")
+    message = "the disk tier has 1.00 MiB of at most 1.00 MiB, and no room for more; set a larger disk_budget"
     with pytest.MonkeyPatch.context() as patch:
         counts = [0]
         give = room.Room.__init__
@@ -268,7 +268,7 @@ def test_a_tier_that_is_full_when_it_is_made(n: int) -> None:
             counts[0] += 1
             if counts[0] >= n:
                 self.give = lambda: None
-                raise error
+                raise TierFullError(message)  # each has frames of its own, which hold tensors
             give(self, *args)
 
         patch.setattr(room.Room, "__init__", full)
