@@ -78,9 +78,9 @@ class Parked:
     def of(
         cls, resting: Resting, graph: Graph, tier: str, rates: MachineRates, ahead: bool, limit_nbytes: int | None = None
     ) -> Parked:
-        """All that the tier has room for. `graph`: the step as it is, with the seconds of its ops on the card. `rates`: those of
-        the card's links. `ahead`: weights are copied while the module before theirs computes. `limit_nbytes`: what the tier
-        holds.
+        """All that the tier has room for. `graph`: the step as it is, with the seconds of its ops on the card. `rates`: those
+        of the card's links. `ahead`: weights are copied while the module before theirs computes. `limit_nbytes`: what the
+        tier holds.
         """
         blocks = kind_of(graph.device).allocated_nbytes
         movable, _ = weights_in_step.movable(graph, weights_in_step.read_units(graph, resting.weights))
