@@ -4,8 +4,8 @@ A fixed policy parks all of some kinds of tensors, as the field's libraries do: 
 gradients with it (ZeRO-Offload's placement), the frozen weights of all blocks (block swapping), or saved tensors
 (`torch.autograd.graph.save_on_cpu`). Updates run on the device, with the bits of the plain run, so all of it comes back. In
 favour of these policies: updates take their state a chunk at a time, as the package's do; a saved tensor moves once, however
-many views of it autograd saves; parameters that autograd saves do not move; and where a policy recomputes, it does so by the best
-plan for the budget that the package's planner finds.
+many views of it autograd saves; parameters that autograd saves do not move; and where a policy recomputes, it does so by the
+best plan for the budget that the package's planner finds.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def nbytes_of(each: StateOf | UnitOf) -> int:
 def policies_of(
     kind: Kind, step: Graph, rests: Sequence[StateOf | UnitOf], rates: MachineRates, tier: str, seconds: float, machine: Machine
 ) -> Iterator[Policy]:
-    """The policies that park this kind. `step`: with `rests` parked, which is all that the kind takes. `seconds`: the time limit
-    of the solver.
+    """The policies that park this kind. `step`: with `rests` parked, which is all that the kind takes. `seconds`: the time
+    limit of the solver.
     """
     moved, waits = sum(map(nbytes_of, rests)), sum(each.parking.seconds for each in rests)
     if rests:
@@ -108,11 +108,12 @@ def least_moved_nbytes(graph: Graph, once_nbytes: int, budget_nbytes: int) -> in
     """No step of this graph within the budget moves fewer bytes, whatever is recomputed. `graph`: with nothing parked, and no
     early updates. `once_nbytes`: bytes of the frozen weights that may be parked.
 
-    At each point of the step, no plan changes what `fixed_levels` count: weights, gradients and state, and what user code holds.
-    Saved tensors that user code has let go of are not among them; neither is, here, what updates take beside, since an update in
-    chunks takes less. So at the point with the highest level, as many of these bytes are elsewhere as the level is above the
-    budget. A step reads each of them and ends as it began. So a frozen weight that is elsewhere at one point comes back at least once
-    in a step. State has been written since it last came, and a gradient was made on the device: both go out and come back.
+    At each point of the step, no plan changes what `fixed_levels` count: weights, gradients and state, and what user code
+    holds. Saved tensors that user code has let go of are not among them. Neither is, here, what updates take beside, since an
+    update in chunks takes less. So at the point with the highest level, as many of these bytes are elsewhere as the level is
+    above the budget. A step reads each of them, and ends as it began. So a frozen weight that is elsewhere at one point comes
+    back at least once in a step. State has been written since it came, and a gradient was made on the device: both go out and
+    come back.
     """
     excess = max(0, max(fixed_levels(parked(graph, (), ())), default=0) - budget_nbytes)
     return excess + max(0, excess - once_nbytes)

@@ -4,12 +4,12 @@
     python -m benchmarks traffic gpt2 llama_lora
     python -m benchmarks traffic --table        # what is recorded, as Markdown
 
-The models of `states` with AdamW and two samples a batch, and two of them with adapters, all else frozen. Each is trained within
-the smallest budget, and within budgets that are a third and two thirds of the way from there to the peak of the plain step, with
-`offload="disk"` and no early updates. What a plan moves is counted while it runs; what fixed policies would move is computed
-(fixed.py). Plans are chosen by seconds, not by bytes, so each budget has two: one for the rates of this machine's disk, as
-measured once for each model, and one for a link so slow that nothing but bytes moved counts (1 MB/s). `seconds` are predicted,
-and extra: those of the copies that a step waits for, and of recomputation.
+The models of `states` with AdamW and two samples a batch, and two of them with adapters, all else frozen. Each is trained
+within the smallest budget, and within budgets that are a third and two thirds of the way from there to the peak of the plain
+step, with `offload="disk"` and no early updates. What a plan moves is counted while it runs; what fixed policies would move is
+computed (fixed.py). Plans are chosen by seconds, not by bytes, so each budget has two: one for the rates of this machine's
+disk, as measured once for each model, and one for a link so slow that nothing but bytes moved counts (1 MB/s). `seconds` are
+predicted, and extra: those of the copies that a step waits for, and of recomputation.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -33,6 +34,7 @@ from benchmarks.lib.paths import RESULTS
 from benchmarks.models.registry import MODELS, built
 from benchmarks.offload.fixed import KINDS, Policy, least_moved_nbytes, policies_of
 from lightning_memopt import optimize
+from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Machine
 from lightning_memopt.plan.rates import Link, MachineRates
@@ -125,7 +127,7 @@ def trained(name: str, budget: int | str | None, link: Times) -> tuple[Any, list
     for p in model.parameters():
         for t in (p.detach(), p.grad, *optimizer.state.get(p, {}).values()):
             digest.update(b"" if t is None else t.contiguous().reshape(-1).view(torch.uint8).numpy())
-    moved = [now - before for before, now in zip(counts, counts[1:], strict=False)]
+    moved = [now - before for before, now in pairwise(counts)]
     return status, moved[-COUNTED:], digest.hexdigest()
 
 
@@ -176,12 +178,19 @@ def row(name: str) -> Row:
     found: Row = {"unmodified_nbytes": peak, "rest_nbytes": watched.rest_nbytes, "budgets": {}}
     for label, share in SHARES.items():
         budget = smallest + int(share * (peak - smallest))
+        by: Row | None = None
+        while by is None:
+            try:
+                by = {by: planned(name, budget, link, plain) for by, link in links.items()}
+            except InfeasibleError as error:  # a run counts on no plan before its first update that takes long to find
+                assert error.smallest_nbytes is not None and error.smallest_nbytes > budget
+                budget = error.smallest_nbytes
         kept = {each: seconds for each in watched.policies if (seconds := each.seconds(budget)) is not None}
         point: Row = {
             "budget_nbytes": budget,
             "bound_nbytes": least_moved_nbytes(watched.graph, watched.once_nbytes, budget),
             "policies": {each.name: {"moved_nbytes": each.moved_nbytes, "seconds": kept[each]} for each in kept},
-            "by": {by: planned(name, budget, link, plain) for by, link in links.items()},
+            "by": by,
         }
         found["budgets"][label] = point
         print(f"{name}, {label}: {point}", flush=True)

@@ -121,8 +121,8 @@ def _filled(
 
 
 def _spans(graph: Graph) -> Callable[[StateOf | UnitOf], list[Span]]:
-    """What rests -> the stretches of points at which it is on the device only if it stays, and maybe some at which it is
-    anyway. `graph`: with all of it parked.
+    """What rests -> the points at which it is on the device only if it stays, as stretches, or slightly longer ones. `graph`:
+    with all of it parked.
     """
     last = len(graph.points) - 1
     everywhere = [(0, last)] if graph.points else []

@@ -94,6 +94,16 @@ def test_what_rests_makes_a_step_fit(kind: str) -> None:
     assert not any(is_away(p) for p in training.model.parameters())
 
 
+def test_no_more_is_parked_than_a_card_needs() -> None:
+    """The more room a card has, the fewer bytes move and the less time it takes."""
+    least, most = asked("state", 1000, "disk").smallest_nbytes, asked("state", 1000).smallest_nbytes
+    cards = [asked("state", least + (most - least) * quarter // 4, "disk").cards[0] for quarter in range(4)]
+    assert all(on.verdict == "plan" and on.peak_nbytes <= on.usable_nbytes for on in cards)
+    moved = [on.offloaded_nbytes for on in cards]
+    assert moved == sorted(moved, reverse=True) and moved[-1] < moved[0] / 2
+    assert [on.slowdown for on in cards] == sorted((on.slowdown for on in cards), reverse=True)
+
+
 def test_the_smallest_is_that_of_a_run() -> None:
     answer, training = asked("frozen weights", 1000, "disk"), with_adapters()
     gc.collect()

@@ -403,6 +403,19 @@ def test_no_more_is_parked_than_the_budget_needs() -> None:
     assert 0 < len(status.plan.states) < len(most.plan.states) == 8 + 4 and bits == trained_by(None)[1]
 
 
+def test_little_more_is_moved_than_the_budget_is_missed_by() -> None:
+    """Out and back, and at most what the update of a matrix reads more, which is on the device then. A quarter of what rests is
+    more than that.
+    """
+    matrix_nbytes = 256 * 256 * 4
+    least, most = (trained_by("min", offload=offload)[0].plan.budget_nbytes for offload in ("disk", "none"))
+    for part in (2, 5, 8):
+        budget = least + part * (most - least) // 10
+        status, _ = trained_by(budget)
+        moved = sum(2 * state.nbytes for state in status.plan.states)
+        assert status.measured_peak_nbytes <= budget and 0 < moved <= 2 * (most - budget + 3 * matrix_nbytes)
+
+
 def test_an_optimizer_that_may_do_more_than_torchs_keeps_its_state() -> None:
     class Mine(optim.AdamW):
         pass
