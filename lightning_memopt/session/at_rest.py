@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 from torch import nn, optim
@@ -282,32 +283,10 @@ class AtRest(Part):
         if not rests or (whole.fits and whole.seconds == 0 and limit_nbytes is not None):
             return self._chosen(say, graph, whole)
 
-        def tried(rests: Rests) -> _Try:
-            with self._offloading.beside(rests.tier_nbytes):
-                return _Try.of(solve, self._in_step(graph, rests), rests, say, max(unmodified_levels(graph), default=0))
-
-        ahead = self._ahead(graph, rests)
+        tried = partial(self._tried, solve, say, graph)
         if limit_nbytes is None:
-            most = most_extra_seconds(graph, self._offloading.config)
-            tries = [whole, tried(rests)]
-            if ahead is not None and tries[-1].seconds > most:
-                tries.append(tried(ahead))
-            return self._chosen(say, graph, min(tries, key=lambda each: (each.seconds > most, each.nbytes)))
-        most_parked = [] if ahead is None else [tried(ahead)]
-        if not most_parked or not most_parked[0].fits or most_parked[0].seconds > rests.seconds:
-            most_parked.append(tried(rests))
-        tries = [*most_parked] if hopeless else [whole, *most_parked]
-        best = min(most_parked, key=_by_seconds)
-        if best.solved is not None and best.fits:
-            some = self._enough(graph, best.solved.frontier, best.rests, limit_nbytes)
-            if len(some) < len(rests):
-                tries.append(tried(self._priced(graph, some)))
-            if not tries[-1].fits or tries[-1].seconds > _ENOUGH * tries[-1].rests.seconds:  # saved tensors cost much, too
-                others = _fastest(best.solved.frontier, best.rests, limit_nbytes)
-                if len(others) < len(rests):
-                    tries.append(tried(self._priced(graph, others)))
-            least = _least_seconds(graph, rests, ahead is not None, limit_nbytes)
-            tries = [each.bounded(least) for each in tries]
+            return self._chosen(say, graph, self._smallest_of(graph, rests, whole, tried))
+        tries = self._within(graph, rests, limit_nbytes, [] if hopeless else [whole], tried)
         if most_in_tier is None or any(each.fits for each in tries):
             return self._chosen(say, graph, min(tries, key=_by_seconds))
         if any(each.tiers for each in tries):  # what rests takes room from saved tensors
@@ -316,6 +295,42 @@ class AtRest(Part):
         enough = {self._offloading.tier: found.tier_nbytes} if any(each.fits for each in more) else {}
         tiers = min((*(each.tiers for each in (*tries, *more)), enough), key=_by_bytes)
         return self._chosen(say, graph, min(tries, key=_by_seconds).told(tiers))
+
+    def _tried(self, solve: Solve, say: Say, graph: Graph, rests: Rests) -> _Try:
+        """What was solved for the step of this graph with this parked."""
+        unmodified_nbytes = max(unmodified_levels(graph), default=0)
+        with self._offloading.beside(rests.tier_nbytes):
+            return _Try.of(solve, self._in_step(graph, rests), rests, say, unmodified_nbytes)
+
+    def _smallest_of(self, graph: Graph, rests: Rests, whole: _Try, tried: Callable[[Rests], _Try]) -> _Try:
+        """The smallest step that is fast enough. `whole`: with nothing parked."""
+        most = most_extra_seconds(graph, self._offloading.config)
+        tries = [whole, tried(rests)]
+        ahead = self._ahead(graph, rests) if tries[-1].seconds > most else None
+        if ahead is not None:
+            tries.append(tried(ahead))
+        return min(tries, key=lambda each: (each.seconds > most, each.nbytes))
+
+    def _within(
+        self, graph: Graph, rests: Rests, limit_nbytes: int, whole: list[_Try], tried: Callable[[Rests], _Try]
+    ) -> list[_Try]:
+        """`whole`, and with all of it parked and, if that fits the limit, with as much as makes the step fastest."""
+        ahead = self._ahead(graph, rests)
+        tries = [] if ahead is None else [tried(ahead)]
+        if not tries or not tries[0].fits or tries[0].seconds > rests.seconds:
+            tries.append(tried(rests))
+        best = min(tries, key=_by_seconds)
+        if best.solved is None or not best.fits:
+            return [*whole, *tries]
+        some = self._enough(graph, best.solved.frontier, best.rests, limit_nbytes)
+        if len(some) < len(rests):
+            tries.append(tried(self._priced(graph, some)))
+        if not tries[-1].fits or tries[-1].seconds > _ENOUGH * tries[-1].rests.seconds:  # saved tensors cost much, too
+            others = _fastest(best.solved.frontier, best.rests, limit_nbytes)
+            if len(others) < len(rests):
+                tries.append(tried(self._priced(graph, others)))
+        least = _least_seconds(graph, rests, ahead is not None, limit_nbytes)
+        return [each.bounded(least) for each in (*whole, *tries)]
 
     def smallest(self, graph: Graph, all_of_it: bool = False) -> tuple[Graph, int]:
         """The step of this graph with everything parked that the tier has room for, as the first update will make it, and the
