@@ -32,9 +32,11 @@ def requests_for(device: str, sizes: Sequence[int]) -> tuple[int, ...]:
     return pieces(sum(sizes), sizes if kind_of(device).has_segments else ())
 
 
-def with_state(graph: Graph, sizes: Sequence[int]) -> Graph:
-    """The graph of the steps that come: they begin with optimizer state of these sizes, which the updates of this step make."""
-    if not sum(sizes):
+def with_state(graph: Graph, sizes: Sequence[int], away: Sequence[int] = ()) -> Graph:
+    """The graph of the steps that come: they begin with optimizer state of these sizes, which the updates of this step make.
+    `away`: of state that has left for a tier after it was made, and that the graph has on the device nevertheless.
+    """
+    if not sum(sizes) and not sum(away):
         return graph
     updates, last = graph.runs_of_updates, len(graph.points) - 1
     remaining = Counter(sizes)
@@ -47,7 +49,7 @@ def with_state(graph: Graph, sizes: Sequence[int]) -> Graph:
     tensors = [dataclasses.replace(t, nbytes=0) if t.storage in made else t for t in graph.tensors]
     # what they make in pieces of other sizes is counted until then
     rest, until = tuple((+remaining).elements()), updates[-1][0].at - 1 if updates else last
-    for parts, freed_at in (((Counter(sizes) - Counter(rest)).elements(), last), (rest, until)):
+    for parts, freed_at in ((Counter(sizes) - Counter(rest)).elements(), last), (rest, until), (away, last):
         for nbytes in requests_for(graph.device, tuple(parts)):
             id = len(tensors)
             tensors.append(

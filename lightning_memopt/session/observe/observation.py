@@ -39,7 +39,7 @@ from lightning_memopt.session.forward.gathering import Watched, observed_code
 from lightning_memopt.session.forward.recording import Recording, hooks_allowed
 from lightning_memopt.session.observe.accumulated import Accumulated, Kept
 from lightning_memopt.session.observe.final_gradients import NEVER, Final, freed_early, kept, settled, with_updates
-from lightning_memopt.session.observe.resident import away_nbytes, away_state_nbytes, resident_tensors
+from lightning_memopt.session.observe.resident import away_nbytes, away_state, resident_tensors
 from lightning_memopt.torch_private import (
     OpOverload,
     current_mode,
@@ -169,7 +169,7 @@ class Observation:
             rest = Rest(tracer)
             tracer.passes = rest.takes
             self._rest.callback(rest.end)
-        weights, states = away_nbytes(self.model, bool(self.gradients)), away_state_nbytes(self.optimizers)
+        weights, states = away_nbytes(self.model, bool(self.gradients)), sum(away_state(self.optimizers))
         adopt_all(tracer, recorder, resident_tensors(self.model, self.optimizers, batch), weights + states)
         self._away_nbytes = weights + (0 if counts is not None else states)  # the counter does not count empty storages
         units = units_of(self.model)

@@ -74,11 +74,11 @@ def away_nbytes(model: nn.Module, gradients: bool = True) -> int:
     return sum(t.nbytes for t in (*model.parameters(), *there) if is_away(t))
 
 
-def away_state_nbytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """Bytes of optimizer state that is in a tier now, so that its storages are empty."""
+def away_state(optimizers: Iterable[torch.optim.Optimizer]) -> list[int]:
+    """Bytes of each tensor of optimizer state that is in a tier now, so that its storage is empty."""
     if not is_any_parked():
-        return 0
-    return sum(t.nbytes for t, _, _ in state_tensors(optimizers) if t.nbytes and not t.untyped_storage().nbytes())
+        return []
+    return [t.nbytes for t, _, _ in state_tensors(optimizers) if t.nbytes and not t.untyped_storage().nbytes()]
 
 
 def resident_nbytes(tensors: Iterable[Named], device: torch.device) -> int:
@@ -101,8 +101,14 @@ def foreign_nbytes(tensors: Iterable[Named], counts: native.Counter | None) -> i
     return sum(seen.values())
 
 
-def state_made(graph: Graph, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> tuple[int, ...]:
-    """Bytes of each tensor of optimizer state after a step, beyond the state with which its graph began."""
+def state_made(
+    graph: Graph, optimizers: Iterable[torch.optim.Optimizer], device: torch.device
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Bytes of each tensor of optimizer state after a step, beyond the state with which its graph began: of what is on the
+    device, and of what has left for a tier.
+    """
     before = [t.nbytes for t in graph.tensors if t.kind == "optimizer_state" and t.born_at == BEFORE]
-    now = sizes(state_tensors(optimizers), device)
-    return pieces(max(0, sum(now) - sum(before)), (Counter(now) - Counter(before)).elements())
+    now, away = sizes(state_tensors(optimizers), device), away_state(optimizers)
+    made = max(0, sum(now) - sum(before))
+    left = max(0, sum(now) + sum(away) - sum(before)) - made
+    return pieces(made, (Counter(now) - Counter(before)).elements()), pieces(left, away)

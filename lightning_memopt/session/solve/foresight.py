@@ -99,7 +99,7 @@ class Foresight:
         graph, finals = observation.to_come(), observation.finals_seen()
         if not finals:  # optimizers that stepped earlier in this step (a GAN) have their state when the next step begins
             graph = self._with_gradients(graph)
-            return with_update(with_state(graph, state_made(graph, self.optimizers, observation.device)), self.update)
+            return with_update(with_state(graph, *state_made(graph, self.optimizers, observation.device)), self.update)
         graph = with_early_updates(with_state(graph, self.update.state), self._early(observation, finals))
         return with_earlier_rounds(graph)
 
@@ -117,13 +117,13 @@ class Foresight:
         made = state_made(graph, self.optimizers, device)
         graph = self._with_updates(with_earlier_rounds(graph)) if early else self._with_gradients(graph)
         if self.update is None or early:
-            return with_state(graph, made)
+            return with_state(graph, *made)
         growing = [o for o in self.optimizers if type(o) is torch.optim.LBFGS]
         growth = tuple(nbytes for o in growing for nbytes in rehearse(o, [], device, _rounded(device)).state)
         counted = counter_of(device) is not None  # then the graph already has the bytes that the update held
         throughout = 0 if counted else self.update.throughout_nbytes
         later_update = self.update._replace(state=growth, throughout_nbytes=throughout)
-        return with_update(with_state(graph, made), later_update)
+        return with_update(with_state(graph, *made), later_update)
 
     def _with_updates(self, graph: Graph) -> Graph:
         """The graph with what one update after backward takes, and with what the next step has of gradients it leaves."""
