@@ -76,9 +76,13 @@ def away_nbytes(model: nn.Module, gradients: bool = True) -> int:
 
 def away_state_nbytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """Bytes of optimizer state that is in a tier now, so that its storages are empty."""
+    return sum(_away_states(optimizers))
+
+
+def _away_states(optimizers: Iterable[torch.optim.Optimizer]) -> list[int]:
     if not is_any_parked():
-        return 0
-    return sum(t.nbytes for t, _, _ in state_tensors(optimizers) if t.nbytes and not t.untyped_storage().nbytes())
+        return []
+    return [t.nbytes for t, _, _ in state_tensors(optimizers) if t.nbytes and not t.untyped_storage().nbytes()]
 
 
 def resident_nbytes(tensors: Iterable[Named], device: torch.device) -> int:
@@ -102,7 +106,9 @@ def foreign_nbytes(tensors: Iterable[Named], counts: native.Counter | None) -> i
 
 
 def state_made(graph: Graph, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> tuple[int, ...]:
-    """Bytes of each tensor of optimizer state after a step, beyond the state with which its graph began."""
+    """Bytes of each tensor of optimizer state after a step, beyond the state with which its graph began. State in a tier counts:
+    the graph is of a step in which nothing is.
+    """
     before = [t.nbytes for t in graph.tensors if t.kind == "optimizer_state" and t.born_at == BEFORE]
-    now = sizes(state_tensors(optimizers), device)
+    now = [*sizes(state_tensors(optimizers), device), *_away_states(optimizers)]
     return pieces(max(0, sum(now) - sum(before)), (Counter(now) - Counter(before)).elements())
