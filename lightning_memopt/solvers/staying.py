@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -55,35 +56,37 @@ class _Updates:
             nbytes[max(0, t.born_at), t.freed_at] += t.nbytes
         self.spans = list(nbytes)
         self.nbytes = max(nbytes.values(), default=0)
-        self._own = [list(own) for own in chunks]
-        self._beside = [[chunk.beside_nbytes for chunk in own] for own in chunks]
-        self._parked = [[[0, 0] for _ in own] for own in chunks]
-        self._of: dict[str, list[tuple[int, int]]] = {}
-        for i, own in enumerate(chunks):
-            for j, chunk in enumerate(own):
-                for name in chunk.parameters:
-                    self._of.setdefault(name, []).append((i, j))
+        own = [chunk for own in chunks for chunk in own]
+        self._all = [chunk.beside_nbytes for chunk in own]  # what is on the device for each chunk
+        # the chunk before, where the state of this one comes while that is updated
+        firsts = set(accumulate((len(each) for each in chunks), initial=0))
+        self._before = [i - 1 if chunk.comes_ahead and i not in firsts else None for i, chunk in enumerate(own)]
+        self._of: dict[str, int] = {}
+        for i, chunk in enumerate(own):
+            for name in chunk.parameters:
+                self._of.setdefault(name, i)  # of several optimizers, the first has it
         for each in parked:
             self._add(each, 1)
 
+    def _places(self, each: StateOf | UnitOf) -> list[int]:
+        """The chunks for which it is on the device."""
+        i = self._of.get(each.parking.parameter) if isinstance(each, StateOf) else None
+        if i is None or isinstance(each, UnitOf):
+            return []
+        before = self._before[i] if each.parking.what == "state" else None
+        return [i] if before is None else [before, i]
+
     def _add(self, each: StateOf | UnitOf, sign: int) -> None:
-        if isinstance(each, StateOf):
-            for i, j in self._of.get(each.parking.parameter, [])[:1]:  # of several optimizers, the first has it
-                self._parked[i][j][each.parking.what == "state"] += sign * sum(each.sizes)
+        for i in self._places(each):
+            assert isinstance(each, StateOf)
+            self._all[i] += sign * sum(each.sizes)
 
     def without(self, each: StateOf | UnitOf) -> int:
         """Bytes by which it has less if this stays."""
-        if not self.spans or isinstance(each, UnitOf):
-            return 0
+        if not self.spans or all(self._all[i] < self.nbytes for i in self._places(each)):
+            return 0  # another chunk is the largest
         self._add(each, -1)
-        now = max(
-            (
-                sum(self._parked[i][j]) + self._beside[i][j] + (self._parked[i][j + 1][1] if ahead else 0)
-                for i, own in enumerate(self._own)
-                for j, ahead in enumerate([*(chunk.comes_ahead for chunk in own[1:]), False])
-            ),
-            default=0,
-        )
+        now = max(self._all)
         self._add(each, 1)
         return max(0, self.nbytes - now)
 
@@ -102,21 +105,25 @@ def _filled(
 ) -> list[int]:
     """Places of what stays, the dearest first, as far as there is room. `room`: bytes at each point."""
     found: list[int] = []
-    places, before = sorted(range(len(parked)), key=lambda place: -prices[place]), -1
-    while len(found) > before:  # what stays may make the largest chunk of the update smaller
-        before = len(found)
+    places, again = sorted(range(len(parked)), key=lambda place: -prices[place]), True
+    while again:
+        left, again = [], False
         for place in places:
             each = parked[place]
-            left, less = room.copy(), updates.without(each)
-            for first, last in spans[place]:
-                left[first : last + 1] -= each.parking.nbytes
-            for first, last in updates.spans:
-                left[first : last + 1] += less
-            if (left >= np.minimum(room, 0)).all():
-                found.append(place)
+            less = updates.without(each)
+            for first, last in updates.spans if less else ():
+                room[first : last + 1] += less
+            if all(room[first : last + 1].min() >= each.parking.nbytes for first, last in spans[place]):
+                for first, last in spans[place]:
+                    room[first : last + 1] -= each.parking.nbytes
                 updates.stays(each)
-                room = left
-        places = [place for place in places if place not in found]
+                found.append(place)
+                again |= less > 0  # what had no room beside a larger chunk may have some now
+            else:
+                left.append(place)
+                for first, last in updates.spans if less else ():
+                    room[first : last + 1] -= less
+        places = left
     return sorted(found)
 
 
