@@ -106,9 +106,7 @@ def foreign_nbytes(tensors: Iterable[Named], counts: native.Counter | None) -> i
 
 
 def state_made(graph: Graph, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> tuple[int, ...]:
-    """Bytes of each tensor of optimizer state after a step, beyond the state with which its graph began. State in a tier counts:
-    the graph is of a step in which nothing is.
-    """
+    """Bytes of each tensor of optimizer state after a step, in memory or in a tier, beyond that at the begin of its graph."""
     before = [t.nbytes for t in graph.tensors if t.kind == "optimizer_state" and t.born_at == BEFORE]
     now = [*sizes(state_tensors(optimizers), device), *_away_states(optimizers)]
     return pieces(max(0, sum(now) - sum(before)), (Counter(now) - Counter(before)).elements())
