@@ -1,6 +1,6 @@
 """Bytes that a step moves, beside those of fixed policies within the same budget, and a bound that no plan beats.
 
-    python -m benchmarks traffic                # writes results/traffic.json, a model at a time: half an hour
+    python -m benchmarks traffic                # writes results/traffic.json, a model at a time: an hour
     python -m benchmarks traffic gpt2 llama_lora
     python -m benchmarks traffic --table        # what is recorded, as Markdown
 
