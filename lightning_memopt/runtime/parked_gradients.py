@@ -6,14 +6,14 @@ optimizer has the gradients of a chunk of parameters on the device at a time (st
 
 A gradient may leave *later*: its copy runs while backward goes on, and it is on the device until the next one is accumulated.
 
-G1. The tier has a gradient's bytes before its storage gets the tier's memory.
-G2. A gradient that the optimizer may have written is copied to the tier again before the device's memory is freed.
-G3. A parameter has one place in the tier. A gradient that somebody still holds when the next one comes, goes back to the device
+Q1. The tier has a gradient's bytes before its storage gets the tier's memory.
+Q2. A gradient that the optimizer may have written is copied to the tier again before the device's memory is freed.
+Q3. A parameter has one place in the tier. A gradient that somebody still holds when the next one comes, goes back to the device
     before its place is written.
-G4. At the end of a run all gradients are on the device again, in memory of torch's allocator, as far as it has room for them.
+Q4. At the end of a run all gradients are on the device again, in memory of torch's allocator, as far as it has room for them.
     The others keep their place in the tier as long as they live.
-G5. Memory that was handed out (`numpy()`) stays where it is, and its bytes with it: nothing is written to its place any more.
-G6. A gradient that was written while its copy ran is copied again. One that a hook of the user may write where no version
+Q5. Memory that was handed out (`numpy()`) stays where it is, and its bytes with it: nothing is written to its place any more.
+Q6. A gradient that was written while its copy ran is copied again. One that a hook of the user may write where no version
     counter shows it does not leave later.
 """
 
@@ -104,7 +104,7 @@ class _Place:
         if gradient.nbytes > self.nbytes:
             return
         if not self.has(gradient):
-            self.bring_home()  # G3
+            self.bring_home()  # Q3
         elif self.is_away(gradient) and (self._shelf.keeps_writes or gradient._version == self._version):
             return
         flat = bytes_of(gradient)
@@ -116,7 +116,7 @@ class _Place:
         if gradient.nbytes > self.nbytes or self.is_away(gradient):
             return False
         if not self.has(gradient):
-            self.bring_home()  # G3
+            self.bring_home()  # Q3
         flat, streams = bytes_of(gradient), backend_of(gradient.device).streams
         written = marked(streams, streams.current_stream(gradient.device))
         with queued_on(streams, stream, gradient.device):
@@ -126,7 +126,7 @@ class _Place:
         return True
 
     def end_leaving(self) -> torch.Tensor | None:
-        """The gradient whose copy was begun is away, after that copy. Returns it if it has to be copied again (G6)."""
+        """The gradient whose copy was begun is away, after that copy. Returns it if it has to be copied again (Q6)."""
         leaving, self._leaving = self._leaving, None
         assert leaving is not None
         gradient, flat = leaving.gradient, leaving.flat
@@ -150,7 +150,7 @@ class _Place:
     def _leave(self, flat: torch.Tensor, version: int) -> None:
         if flat.untyped_storage().data_ptr() != self._away_at:
             freed_in_order(flat)
-        self._native.exchange(flat, self._beside)  # G1
+        self._native.exchange(flat, self._beside)  # Q1
         leaves(flat)
         self._version = version
         AWAY.add(storage_id(flat))
@@ -158,7 +158,7 @@ class _Place:
 
     def fetch(self, gradient: torch.Tensor) -> int:
         """The gradient is on the device, for work on the current stream. Returns the bytes that were copied."""
-        if not self.is_away(gradient) or is_foreign(gradient):  # G5
+        if not self.is_away(gradient) or is_foreign(gradient):  # Q5
             return 0
         flat = bytes_of(gradient)
         with unobserved(flat.device):
@@ -175,11 +175,11 @@ class _Place:
         """The gradient is away again. `changed`: it may have been written where no version counter shows it."""
         if not self._here_at or not self.has(gradient) or gradient.untyped_storage().data_ptr() != self._here_at:
             return
-        if is_foreign(gradient):  # G5
+        if is_foreign(gradient):  # Q5
             self._here_at, self._beside = 0, _NOTHING
             return
         if changed or gradient._version != self._version:
-            self.park(gradient)  # G2
+            self.park(gradient)  # Q2
         else:
             self._here_at = 0
             self._leave(bytes_of(gradient), self._version)
@@ -191,7 +191,7 @@ class _Place:
         storage = self._storage()
         if storage is not None and storage.data_ptr() == self._away_at:
             flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            if is_foreign(flat):  # G5
+            if is_foreign(flat):  # Q5
                 pages = flat[:: mmap.PAGESIZE]
                 pages.copy_(pages.clone())  # pages that are written are no longer those of the file
             else:
@@ -354,7 +354,7 @@ class ParkedGradients:
             self._bring_home(self.places)
 
     def close(self) -> None:
-        """G4. May be called again."""
+        """Q4. May be called again."""
         self.leave()
         self._stop_listening(self._hooks)
         if self._bring_home(self.places):

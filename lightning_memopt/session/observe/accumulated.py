@@ -20,6 +20,8 @@ from lightning_memopt.runtime.parked_gradients import may_be_parked
 from lightning_memopt.torch_private import gradient_of
 from lightning_memopt.trace import Tracer
 
+_LEAST_NBYTES = 512
+"""Smaller gradients are not looked at: none of them is parked."""
 _SPARSE = Reason("they are sparse", "Set sparse=False")
 _OTHER = Reason("they are no plain tensors", "If the bytes matter, train plain parameters")
 _RETAINED = Reason("they have a history of their own", "Leave create_graph=True out")
@@ -47,7 +49,7 @@ class Accumulated:
         self._recorder = recorder
         self._seen: dict[str, tuple[int, int]] = {}  # name -> (version of the gradient's storage, point)
         for name, p in model.named_parameters():
-            if p.requires_grad and p.is_leaf:
+            if p.requires_grad and p.is_leaf and p.nbytes >= _LEAST_NBYTES:
                 listening.callback(p.register_post_accumulate_grad_hook(partial(self._accumulated, name)).remove)
 
     @uncompiled
