@@ -10,6 +10,7 @@ device at once, and the step waits only for what takes longer than this computin
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -91,6 +92,12 @@ def priced(graph: Graph, states: Sequence[StateOf], chunks: Chunks, beside_backw
             going = sum(state.parking.copy_seconds - state.back_seconds for state in usual)
     moments = _moments(graph, states) if beside_backward else {}
     neighbours = _neighbours(moments, chunks)
+    backward = [op for op in graph.ops if op.phase == "backward"] if moments else []
+    points = [op.at for op in backward]
+
+    def computing(begin: int, end: int) -> float:
+        """Seconds that the unmodified step computes between two points of backward."""
+        return sum(op.seconds for op in backward[bisect_right(points, begin) : bisect_left(points, end)])
 
     def waiting(state: StateOf) -> StateOf:
         parking = state.parking
@@ -99,11 +106,11 @@ def priced(graph: Graph, states: Sequence[StateOf], chunks: Chunks, beside_backw
         before, after = neighbours.get(key, ("", ""))
         if before:
             going = of_name[before].parking.copy_seconds - of_name[before].back_seconds  # the link has two directions
-            back = max(0.0, back - max(going, _computing(graph, moments[before, parking.what], moments[key])))
+            back = max(0.0, back - max(going, computing(moments[before, parking.what], moments[key])))
         elif parking.what == "state":
             back -= min(back, hidden[parking.parameter])
         if after:
-            out = max(0.0, out - _computing(graph, moments[key], moments[after, parking.what]))
+            out = max(0.0, out - computing(moments[key], moments[after, parking.what]))
         return replace(state, parking=replace(parking, seconds=back + out, comes_after=before, leaves_before=after))
 
     return [waiting(state) for state in states]
@@ -146,11 +153,6 @@ def _neighbours(moments: Mapping[Key, int], chunks: Chunks) -> dict[Key, tuple[s
         for name, previous, following in zip(names, before, [*names[1:], ""], strict=False):
             neighbours[name, what] = previous, following
     return neighbours
-
-
-def _computing(graph: Graph, begin: int, end: int) -> float:
-    """Seconds that the unmodified step computes between two points of backward."""
-    return sum(op.seconds for op in graph.ops if begin < op.at < end and op.phase == "backward")
 
 
 def in_plan(states: Sequence[StateParking], early: Collection[str]) -> tuple[StateParking, ...]:

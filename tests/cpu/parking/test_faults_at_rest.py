@@ -102,7 +102,10 @@ class Faults:
         after: bool = False,
     ) -> None:
         self.count, self.armed = 0, False
-        self._error, self._n, self._on, self._after = error, n, on, after
+        self._error = error
+        self._n = n
+        self._on = on
+        self._after = after
         for owner, name in doors:
             patch.setattr(owner, name, self._watched(getattr(owner, name)))
 
