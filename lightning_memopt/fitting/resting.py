@@ -13,11 +13,11 @@ from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.graph import Graph
 from lightning_memopt.logs import silent
 from lightning_memopt.plan import StateParking, WeightParking, states_text, weights_text
-from lightning_memopt.plan import states as states_in_step
-from lightning_memopt.plan import weights as weights_in_step
 from lightning_memopt.plan.rates import MachineRates
+from lightning_memopt.plan.resting import Rests
 from lightning_memopt.plan.states import Chunk, StateOf, may_be_parked
-from lightning_memopt.session.at_rest import AtRest, Rests
+from lightning_memopt.plan.weights import all_of, movable, read_units
+from lightning_memopt.session.at_rest import AtRest
 from lightning_memopt.session.observe.accumulated import Kept
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Parts
@@ -67,14 +67,6 @@ class Parked:
     rests: Rests
     chunks: tuple[tuple[Chunk, ...], ...]
 
-    @property
-    def states(self) -> tuple[StateParking, ...]:
-        return self.rests.parked_states
-
-    @property
-    def weights(self) -> tuple[WeightParking, ...]:
-        return self.rests.parked_weights
-
     @classmethod
     def of(
         cls, resting: Resting, graph: Graph, tier: str, rates: MachineRates, ahead: bool, limit_nbytes: int | None = None
@@ -83,8 +75,8 @@ class Parked:
         of the card's links. `ahead`: copies run while the step computes. `limit_nbytes`: what the tier holds.
         """
         blocks = kind_of(graph.device).allocated_nbytes
-        movable, _ = weights_in_step.movable(graph, weights_in_step.read_units(graph, resting.weights))
-        units = weights_in_step.priced(graph, movable, ahead, tier, rates.in_seconds)
+        can_move, _ = movable(graph, read_units(graph, resting.weights))
+        units = all_of(graph, can_move, tier, rates.in_seconds)
 
         def on_card(state: StateOf) -> StateOf:
             out, back = (sum(each(tier, n) for n in state.sizes) for each in (rates.out_seconds, rates.in_seconds))
@@ -93,17 +85,13 @@ class Parked:
 
         may_be = may_be_parked(graph, resting.states)
         fit = Rests(tuple(on_card(state) for state in may_be), tuple(units), ahead).within(limit_nbytes)
-        return cls.only(graph, fit, resting.chunks, tier, rates)
+        return cls.only(graph, fit, resting.chunks)
 
     @classmethod
-    def only(cls, graph: Graph, rests: Rests, chunks: tuple[tuple[Chunk, ...], ...], tier: str, rates: MachineRates) -> Parked:
+    def only(cls, graph: Graph, rests: Rests, chunks: tuple[tuple[Chunk, ...], ...]) -> Parked:
         """This alone, priced for such a step. See `of`."""
-        states = states_in_step.priced(graph, rests.states, chunks, rests.ahead)
-        units = [each.unit for each in rests.units]
-        priced = weights_in_step.priced(graph, units, rests.ahead, tier, rates.in_seconds)
-        step = weights_in_step.parked_weights(graph, units, rests.ahead) if units else graph
-        step = states_in_step.parked(step, states, chunks) if states else step
-        return cls(step, replace(rests, states=tuple(states), units=tuple(priced)), chunks)
+        rests = rests.priced(graph, chunks)
+        return cls(rests.in_step(graph, chunks), rests, chunks)
 
 
 def resting_text(states: tuple[StateParking, ...], weights: tuple[WeightParking, ...]) -> str:

@@ -32,12 +32,13 @@ from lightning_memopt.plan import Machine, Plan, TiledHead, simulate
 from lightning_memopt.plan.forms import TIERS
 from lightning_memopt.plan.logits import are_worth_tiles
 from lightning_memopt.plan.rates import MachineRates
-from lightning_memopt.session.at_rest import least_parked
+from lightning_memopt.plan.resting import Rests, with_rest
 from lightning_memopt.session.parking.joint_frontier import JointFrontier
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.tiling import why_not
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.frontier import Candidate, Frontier
+from lightning_memopt.solvers.staying import least_parked
 from lightning_memopt.units import ceil_div
 
 LIMIT_SECONDS = 60.0
@@ -47,8 +48,6 @@ _OTHER_SECONDS, _LEAST_SECONDS = 3.0, 1.0
 only about how long a step takes."""
 _STARTS = 8
 """Maximum number of plans that recompute from which such a search starts."""
-_TRIES = 4
-"""Maximum number of choices of what to park."""
 _AS_IT_IS = "This step can only be asked about as it is."
 Heads = tuple[TiledHead, ...]
 
@@ -128,7 +127,7 @@ class Techniques:
         self._tiled: dict[float, list[Frontier]] = {}
         self._resting = resting
         self._at_rest: dict[tuple[int, MemOptConfig, bool], Frontier] = {}
-        self._least: dict[int, Callable[[], Plan | None]] = {}
+        self._least: dict[int, Callable[[], Frontier | None]] = {}
 
     @property
     def always(self) -> bool:
@@ -255,35 +254,35 @@ class Techniques:
             timed, is_host = card.timed(base.graph), kind_of(self._source.device).is_host
             for ahead in (False,) if is_host else (True, False):
                 parked = Parked.of(self._resting, timed, tier, card.rates, ahead, config.tier_budget_nbytes(tier, 1 << 62))
-                if not parked.states and not parked.weights:
+                if not parked.rests:
                     break
                 key = id(base), config, ahead
                 if key not in self._at_rest:
                     solved = self._solved(parked.graph, base.machine, config.solver_seconds)
                     self._at_rest[key] = replace(solved, tiles=base.tiles)
                 joint = self._joint(card, self._at_rest[key], config, card.rates, parked.rests.tier_nbytes)
-                frontiers.append(replace(joint, states=parked.states, weights=parked.weights))
-                self._least[id(frontiers[-1])] = partial(self._least_parked, card, timed, frontiers[-1], parked, tier)
+                timed_copies = replace(joint.graph, copies=parked.graph.copies)
+                frontiers.append(replace(joint, graph=timed_copies, rests=parked.rests))
+                self._least[id(frontiers[-1])] = partial(self._least_parked, card, timed, frontiers[-1], parked)
                 if joint.smallest_nbytes <= enough_nbytes:
                     return frontiers
         return frontiers
 
-    def _least_parked(self, card: Card, graph: Graph, frontier: Frontier, parked: Parked, tier: str) -> Plan | None:
+    def _least_parked(self, card: Card, graph: Graph, frontier: Frontier, parked: Parked) -> Frontier | None:
         """A plan of this frontier, with as little parked as the card has room for; None if that is everything. `graph`: with
         nothing parked. `parked`: everything.
         """
-        assert card.rates is not None
-        room = card.usable_nbytes
-        for _ in range(_TRIES):
-            some, plan = least_parked(frontier, parked.rests, parked.chunks, room)
-            if plan is None or len(some) == len(parked.rests):
-                return None
-            less = Parked.only(graph, some, parked.chunks, tier, card.rates)
+
+        def alone(some: Rests, plan: Plan) -> Frontier:
+            less = Parked.only(graph, some, parked.chunks)
             one = planner.of_one(less.graph, (plan.solver, plan.lives), frontier.machine)
-            if one.smallest_nbytes <= card.usable_nbytes:
-                return replace(one, states=less.states, weights=less.weights, tiles=frontier.tiles).plan(card.usable_nbytes)
-            room -= one.smallest_nbytes - card.usable_nbytes
-        return None
+            return replace(one, rests=less.rests, tiles=frontier.tiles)
+
+        def needed_nbytes(some: Rests, plan: Plan) -> int:
+            return alone(some, plan).smallest_nbytes
+
+        found = least_parked(frontier, parked.rests, parked.chunks, card.usable_nbytes, needed_nbytes)
+        return None if found is None else alone(*found)
 
     def _best(self, card: Card, frontiers: Sequence[Frontier]) -> Found:
         """The fastest plan that fits, or the smallest one."""
@@ -294,7 +293,7 @@ class Techniques:
             with contextlib.suppress(InfeasibleError):
                 found.append(self._found(card, frontier, frontier.plan(card.usable_nbytes), True))
                 less = self._least[id(frontier)]() if id(frontier) in self._least else None
-                found += [] if less is None else [self._found(card, frontier, less, True)]
+                found += [] if less is None else [self._found(card, less, less.plan(card.usable_nbytes), True)]
         if found:
             return min(found, key=lambda each: each.seconds)
         small = min(frontiers, key=lambda frontier: frontier.smallest_nbytes)
@@ -306,10 +305,10 @@ class Techniques:
 
     def _found(self, card: Card, frontier: Frontier, plan: Plan, fits: bool) -> Found:
         timed = card.timed(frontier.graph)
-        seconds = simulate(timed, plan.lives, rates=card.rates).predicted.seconds
+        alone = simulate(timed, plan.lives, rates=card.rates).predicted
+        seconds = with_rest(replace(plan, predicted=alone), timed, frontier.rests).predicted.seconds
         if plan.tiles:
             seconds += self._step_of(plan.tiles).seconds(card) - card.timed(self._graph).step_seconds
-        seconds += sum(state.seconds for state in plan.states) + sum(unit.seconds for unit in plan.weights)
         return Found(plan, fits, seconds + len(plan.updates) * _update_seconds(card, self._graph, frontier.graph))
 
     def _on(self, card: Card, frontier: Frontier) -> Frontier:

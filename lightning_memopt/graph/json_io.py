@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from lightning_memopt.graph.fields import MOST, Fields, letters
-from lightning_memopt.graph.model import BEFORE, EarlyUpdate, Graph, Kind, Op, Phase, Point, PointKind, Save, Tensor
+from lightning_memopt.graph.model import BEFORE, Copy, EarlyUpdate, Graph, Kind, Lane, Op, Phase, Point, PointKind, Save, Tensor
 
 SCHEMA = 2
 WINDOWED = 3
@@ -22,6 +22,8 @@ UNREBUILT = 5
 """The schema of a graph with ops that do not make all of their outputs again: it has `unrebuilt`, too."""
 UNCOMPUTED = 6
 """The schema of a graph of a step that was recorded without being computed: it has `computed`, which is 0, too."""
+PARKED = 7
+"""The schema of a graph with copies of what rests: it has `computed` and `copies`, too."""
 
 _GRAPH = ("schema", "device", "step_seconds", "texts", "points", "ops", "tensors", "saves")
 _OP = (
@@ -31,6 +33,7 @@ _OP = (
 _FLAGS = {"0": "no", "1": "yes"}
 _TENSOR = ("name", "nbytes", "kind", "storage", "born_at", "freed_at", "dtype", "size")
 _UPDATE = ("parameter", "at", "nbytes", "since", "until", "beside_nbytes")
+_COPY = ("tensor", "lane", "after", "before", "seconds", "neighbour")
 _UPDATED = ("windows", "updates", "usual_nbytes")
 _MORE = {
     SCHEMA: (),
@@ -38,10 +41,12 @@ _MORE = {
     UPDATED: _UPDATED,
     UNREBUILT: (*_UPDATED, "unrebuilt"),
     UNCOMPUTED: (*_UPDATED, "unrebuilt", "computed"),
+    PARKED: (*_UPDATED, "unrebuilt", "computed", "copies"),
 }
 _PHASES = letters(get_args(Phase))
 _KINDS = letters(get_args(Kind))
 _POINTS = letters(get_args(PointKind))
+_LANES = letters(get_args(Lane))
 
 
 def graph_to_json(graph: Graph) -> dict[str, Any]:
@@ -95,9 +100,13 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
     schema = UNREBUILT if unrebuilt else UPDATED if graph.updates else WINDOWED if windows else SCHEMA
     if not graph.computed:
         schema = UNCOMPUTED
+    if graph.copies:
+        schema = PARKED
     updates = {name: [getattr(u, name) for u in graph.updates] for name in _UPDATE}
     more: dict[str, Any] = {"windows": windows, "updates": updates, "usual_nbytes": graph.usual_nbytes, "unrebuilt": unrebuilt}
     more["computed"] = int(graph.computed)
+    more["copies"] = {name: [getattr(copy, name) for copy in graph.copies] for name in _COPY}
+    more["copies"]["lane"] = "".join(copy.lane[0] for copy in graph.copies)
     columns |= {name: more[name] for name in _MORE[schema]}
     head = {"schema": schema, "device": graph.device, "step_seconds": graph.step_seconds, "texts": list(texts)}
     return head | columns
@@ -221,6 +230,7 @@ def graph_from_json(obj: object) -> Graph:
         computed="computed" not in more or top.integer("computed", 0, 1) == 1,
         updates=_updates(top, n_tensors, n_points) if "updates" in more else (),
         usual_nbytes=top.integer("usual_nbytes") if "updates" in more else 0,
+        copies=_copies(top, n_tensors, n_points) if "copies" in more else (),
         step_seconds=top.number("step_seconds"),
     )
     _check_points(graph, points)
@@ -275,6 +285,27 @@ def _updates(top: Fields, n_tensors: int, n_points: int) -> tuple[EarlyUpdate, .
             columns.refuse("since", i, f"{update.since} is not after {update.at}, where the gradient is final")
     if len({update.parameter for update in found}) < n:
         columns.refuse("parameter", None, "a parameter is in it twice")
+    return found
+
+
+def _copies(top: Fields, n_tensors: int, n_points: int) -> tuple[Copy, ...]:
+    """The copies of what rests: each ends after it has begun."""
+    columns, n = top.table("copies", _COPY, "tensor")
+    found = tuple(
+        Copy(tensor=tensor, lane=lane, after=after, before=before, seconds=seconds, neighbour=neighbour)
+        for tensor, lane, after, before, seconds, neighbour in zip(
+            columns.ints("tensor", n, 0, n_tensors - 1),
+            columns.chosen("lane", n, _LANES),
+            columns.ints("after", n, BEFORE, n_points - 1),
+            columns.ints("before", n, 0, n_points),
+            columns.floats("seconds", n),
+            columns.ints("neighbour", n, -1, n_tensors - 1),
+            strict=True,
+        )
+    )
+    for i, copy in enumerate(found):
+        if copy.before <= copy.after:
+            columns.refuse("before", i, f"{copy.before} is not after {copy.after}, where the copy begins")
     return found
 
 

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 Phase = Literal["forward", "backward", "update"]
 Kind = Literal["parameter", "buffer", "input", "activation", "gradient", "optimizer_state", "temporary"]
 PointKind = Literal["op", "unpack", "release"]
+Lane = Literal["out", "in"]
 
 BEFORE = -1
 """`born_at` of tensors that exist when the step begins."""
@@ -174,6 +175,26 @@ class EarlyUpdate:
     beside_nbytes: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """A copy that every step makes, because what rests is parked meanwhile: frozen weights, gradients, or optimizer state.
+
+    tensor: id of the first weight of a module, of a gradient, or of the parameter that has the state.
+    lane: whether it is copied out of the device, or in.
+    after: the copy begins after this point.
+    before: it has ended before this point, or the step waits. Where this is the next point, the step waits for all of it.
+    seconds: how long it takes.
+    neighbour: id of the parameter whose early update is at the other point, beside that of its own; -1: there is none.
+    """
+
+    tensor: int
+    lane: Lane
+    after: int
+    before: int
+    seconds: float
+    neighbour: int = -1
+
+
 def around(path: str) -> Iterator[str]:
     """The paths of a module and of those around it, from the inside; nothing for the model itself, whose path is empty."""
     while path:
@@ -201,6 +222,7 @@ class Graph:
     updates: the parameters that may be updated early, in the order in which their gradients are final. In this graph, all of
         them are.
     usual_nbytes: bytes that one update of all of them after backward takes in addition to weights, gradients and state.
+    copies: those that the step makes in forward and backward of what rests.
     step_seconds: time of the unmodified step, measured or estimated from its ops.
     lines: id of a forward op -> line of user code that ran it. Not in files.
     save_lines: id of a save -> line of user code during which autograd packed it. Not in files.
@@ -220,6 +242,7 @@ class Graph:
     computed: bool = True
     updates: tuple[EarlyUpdate, ...] = ()
     usual_nbytes: int = 0
+    copies: tuple[Copy, ...] = ()
     step_seconds: float = 0.0
     lines: Mapping[int, str] = field(default_factory=dict, repr=False)
     save_lines: Mapping[int, str] = field(default_factory=dict, repr=False)

@@ -5,17 +5,20 @@ The compute clock runs the ops and segments in the order of the points. A copy o
 in where the fetched life begins. Each direction of a link carries one copy at a time. Compute waits in two cases: the bytes of
 a parked tensor must be freed but its copy has not ended, or a fetched tensor is read before its copy has ended. Encoding and
 decoding take compute time. (Dymem, 3.2: one stream per direction, and events instead of barriers.)
+
+The same link carries the copies that the step makes in any case, of what rests (`Graph.copies`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, NamedTuple, Protocol
 
-from lightning_memopt.graph import BEFORE, Graph, Levels, Op
+from lightning_memopt.graph import BEFORE, Copy, Graph, Levels, Op
 from lightning_memopt.plan.forms import codec_of, tier_of
-from lightning_memopt.plan.lower import Fetch, Rebuild, Schedule
+from lightning_memopt.plan.lower import Fetch, Rebuild, Schedule, Segment
 from lightning_memopt.plan.model import Life
 
 
@@ -30,7 +33,7 @@ class TransferRates(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """See `Prediction` for what each field means."""
+    """See `Prediction` for what each field means. The copies of what rests are not counted."""
 
     moved_nbytes: int = 0
     copy_seconds: float = 0.0
@@ -76,6 +79,8 @@ class _Clocks:
         self.out_free = self.in_free = 0.0
         self.gone_at: dict[int, float] = {}
         self.there_at: dict[int, float] = {}
+        self._resting_until: list[float] = [0.0] * len(graph.copies)
+        self.waited = [0.0] * len(graph.copies)
 
     @property
     def rates(self) -> TransferRates:
@@ -103,6 +108,23 @@ class _Clocks:
             self.in_free = begins + self._copy(self.rates.in_seconds(tier, nbytes), nbytes)
             self.there_at[tensor] = self.in_free
             self._logs("in", "copy", begins, self.in_free, tensor)
+
+    def begin(self, i: int) -> None:
+        """The `i`-th copy of what rests begins, as soon as the link is free."""
+        copy = self.graph.copies[i]
+        begins = max(self.now, self.out_free if copy.lane == "out" else self.in_free)
+        ends = self._resting_until[i] = begins + copy.seconds
+        if copy.lane == "out":
+            self.out_free = ends
+        else:
+            self.in_free = ends
+        self._logs(copy.lane, "copy", begins, ends, copy.tensor)
+
+    def end(self, i: int) -> None:
+        """It must have ended."""
+        before = self.stalled
+        self._until(self._resting_until[i], self.graph.copies[i].tensor)
+        self.waited[i] = self.stalled - before
 
     def wait_gone(self, tensor: int) -> None:
         self._until(self.gone_at.get(tensor, 0.0), tensor)
@@ -141,18 +163,44 @@ def intervals(
     parks nothing.
     """
     log: list[Interval] = []
-    return log, _run(graph, lives, schedule, rates, log)
+    moved, _ = _run(graph, lives, schedule, rates, log)
+    return log, moved
 
 
 def transfers(graph: Graph, lives: Iterable[Life], schedule: Schedule, rates: TransferRates) -> Transfers:
-    """What copies, stalls and codecs of the parked tensors cost, by these rates and by the seconds of the graph's ops."""
+    """What copies, stalls and codecs of the parked tensors cost, by these rates and by the seconds of the graph's ops. Stalls
+    are those in addition to `stall_seconds`.
+    """
     lives = [life for life in lives if life.how == "fetch"]
-    return _run(graph, lives, schedule, rates, None) if lives else Transfers()
+    if not lives:
+        return Transfers()
+    moved, _ = _run(graph, lives, schedule, rates, None)
+    return replace(moved, stall_seconds=moved.stall_seconds - stall_seconds(graph, schedule)) if graph.copies else moved
+
+
+@lru_cache(maxsize=8)
+def waits(graph: Graph) -> tuple[float, ...]:
+    """For how many seconds the step waits for each copy of what rests, if no plan changes it otherwise."""
+    _, waited = _run(graph, (), Schedule(frozenset(), {}, {}, {}), None, None)
+    return tuple(waited)
+
+
+def stall_seconds(graph: Graph, schedule: Schedule) -> float:
+    """For how long the step waits for the copies of what rests, as if nothing else were parked: they run beside what is
+    rebuilt, too.
+    """
+    segments: dict[int, Segment] = {
+        point: tuple(s for s in steps if isinstance(s, Rebuild)) for point, steps in schedule.segments.items()
+    }
+    moved, _ = _run(graph, (), replace(schedule, segments=segments, parked={}), None, None)
+    return moved.stall_seconds
 
 
 def _run(
     graph: Graph, lives: Iterable[Life], schedule: Schedule, rates: TransferRates | None, log: list[Interval] | None
-) -> Transfers:
+) -> tuple[Transfers, Sequence[float]]:
+    """What it costs, and for how long the step waits for each copy of what rests."""
+    begins, ends_of = _moments(graph.copies)
     fetched = [life for life in lives if life.how == "fetch"]
     nbytes = {life.tensor: life.parked_nbytes for life in fetched}
     leaving: dict[int, list[int]] = {}
@@ -175,9 +223,16 @@ def _run(
             coming.discard(t)
             clocks.read(t, schedule.parked[t])
 
-    for t in leaving.get(BEFORE, ()):
-        clocks.store(t, schedule.parked[t], nbytes[t])
+    def passed(point: int) -> None:
+        for t in leaving.get(point, ()):
+            clocks.store(t, schedule.parked[t], nbytes[t])
+        for i in begins.get(point, ()):
+            clocks.begin(i)
+
+    passed(BEFORE)
     for p, point in enumerate(graph.points):
+        for i in ends_of.get(p, ()):
+            clocks.end(i)
         for step in schedule.segments.get(p, ()):
             if isinstance(step, Fetch):
                 clocks.fetch(step.tensor, schedule.parked[step.tensor], nbytes[step.tensor])
@@ -190,9 +245,23 @@ def _run(
         elif point.kind == "op":
             op = graph.ops[point.id]
             clocks.runs(op, op.phase)
-        for t in leaving.get(p, ()):
-            clocks.store(t, schedule.parked[t], nbytes[t])
+        passed(p)
         for t in schedule.frees.get(p, ()):
             if t in schedule.parked and p < last[t]:
                 clocks.wait_gone(t)
-    return Transfers(clocks.moved, clocks.copied, clocks.stalled, clocks.codec, max(in_tiers.levels(), default=0))
+    for i in ends_of.get(len(graph.points), ()):
+        clocks.end(i)
+    moved = Transfers(clocks.moved, clocks.copied, clocks.stalled, clocks.codec, max(in_tiers.levels(), default=0))
+    return moved, clocks.waited
+
+
+def _moments(copies: Sequence[Copy]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Point -> the copies that begin after it, those that are needed first before others; and point -> those that must have
+    ended before it.
+    """
+    begins: dict[int, list[int]] = {}
+    ends: dict[int, list[int]] = {}
+    for i, copy in sorted(enumerate(copies), key=lambda pair: pair[1].before):
+        begins.setdefault(copy.after, []).append(i)
+        ends.setdefault(copy.before, []).append(i)
+    return begins, ends

@@ -10,12 +10,11 @@ device at once, and the step waits only for what takes longer than this computin
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_memopt.graph import BEFORE, Graph, Op, Tensor
+from lightning_memopt.graph import BEFORE, Copy, Graph, Op, Tensor
 from lightning_memopt.plan.model import Read, StateParking
 
 PARKED_STATE = "parked state"
@@ -36,6 +35,11 @@ class StateOf:
     parking: StateParking
     sizes: tuple[int, ...]
     back_seconds: float = 0.0
+
+    @property
+    def out_seconds(self) -> float:
+        """How long the copies out take."""
+        return self.parking.copy_seconds - self.back_seconds
 
     def and_of(self, other: StateOf) -> StateOf:
         """This state and that which another optimizer has of the same parameter."""
@@ -75,43 +79,31 @@ def may_be_parked(graph: Graph, states: Sequence[StateOf]) -> list[StateOf]:
 
 
 def priced(graph: Graph, states: Sequence[StateOf], chunks: Chunks, beside_backward: bool = False) -> list[StateOf]:
-    """These states, with the seconds for which a step waits for them: what comes ahead comes while the chunk before it goes. An
-    early update waits for all of its copies, and so does a step for those of gradients, unless copies run `beside_backward`.
+    """These states, with the seconds for which a step waits for them if it waits for all of each copy in backward. In the
+    update after backward, what comes ahead comes while the chunk before it goes. `beside_backward`: copies run beside backward;
+    how much of them that hides is in `plan.resting`.
     """
-    of_name = {state.parking.parameter: state for state in states if state.parking.what == "state"}
-    early = {graph.tensors[update.parameter].name for update in graph.updates}
-    hidden = dict.fromkeys(of_name, 0.0)
+    late = {state.parking.parameter: state for state in states if state.parking.what == "state"}
+    for update in graph.updates:
+        late.pop(graph.tensors[update.parameter].name, None)
+    hidden = dict.fromkeys(late, 0.0)
     for own in chunks:
         going = 0.0
         for chunk in own:
-            usual = [of_name[name] for name in chunk.parameters if name in of_name and name not in early]
+            usual = [late[name] for name in chunk.parameters if name in late]
             coming = sum(state.back_seconds for state in usual)
             share = min(1.0, going / coming) if chunk.comes_ahead and coming else 0.0
             for state in usual:
                 hidden[state.parking.parameter] += share * state.back_seconds
-            going = sum(state.parking.copy_seconds - state.back_seconds for state in usual)
-    moments = _moments(graph, states) if beside_backward else {}
-    neighbours = _neighbours(moments, chunks)
-    backward = [op for op in graph.ops if op.phase == "backward"] if moments else []
-    points = [op.at for op in backward]
-
-    def computing(begin: int, end: int) -> float:
-        """Seconds that the unmodified step computes between two points of backward."""
-        return sum(op.seconds for op in backward[bisect_right(points, begin) : bisect_left(points, end)])
+            going = sum(state.out_seconds for state in usual)
+    neighbours = _neighbours(_moments(graph, states), chunks) if beside_backward else {}
 
     def waiting(state: StateOf) -> StateOf:
         parking = state.parking
-        key = parking.parameter, parking.what
-        back, out = state.back_seconds, parking.copy_seconds - state.back_seconds
-        before, after = neighbours.get(key, ("", ""))
-        if before:
-            going = of_name[before].parking.copy_seconds - of_name[before].back_seconds  # the link has two directions
-            back = max(0.0, back - max(going, computing(moments[before, parking.what], moments[key])))
-        elif parking.what == "state":
-            back -= min(back, hidden[parking.parameter])
-        if after:
-            out = max(0.0, out - computing(moments[key], moments[after, parking.what]))
-        return replace(state, parking=replace(parking, seconds=back + out, comes_after=before, leaves_before=after))
+        comes_ahead = hidden.get(parking.parameter, 0.0) if parking.what == "state" else 0.0
+        seconds = parking.copy_seconds - min(comes_ahead, state.back_seconds)
+        before, after = neighbours.get((parking.parameter, parking.what), ("", ""))
+        return replace(state, parking=replace(parking, seconds=seconds, comes_after=before, leaves_before=after))
 
     return [waiting(state) for state in states]
 
@@ -169,6 +161,27 @@ def in_plan(states: Sequence[StateParking], early: Collection[str]) -> tuple[Sta
         return replace(state, comes_after=before, leaves_before=after)
 
     return tuple(map(with_neighbours, states))
+
+
+def copies_of(graph: Graph, states: Sequence[StateOf]) -> Iterator[Copy]:
+    """The copies of these states in backward."""
+    updates = {graph.tensors[update.parameter].name: update for update in graph.updates}
+    ops_of = {name: graph.ops_of(update.at) for name, update in updates.items()}
+    for state in states:
+        name, before, after = state.parking.parameter, state.parking.comes_after, state.parking.leaves_before
+        if state.parking.what == "gradient":
+            gradient, point = graph.gradients[name]
+            until = graph.gradients[after][1] if after else point + 1
+            yield Copy(tensor=gradient, lane="out", after=point, before=until, seconds=state.out_seconds)
+        elif ops := ops_of.get(name):
+            first, last, parameter = ops[0].at, ops[-1].at, updates[name].parameter
+            since = ops_of[before][0].at if before else first
+            neighbour = updates[before].parameter if before else -1
+            own, back, out = parameter, state.back_seconds, state.out_seconds
+            yield Copy(tensor=own, lane="in", after=since - 1, before=first, seconds=back, neighbour=neighbour)
+            until = ops_of[after][0].at if after else last + 1
+            neighbour = updates[after].parameter if after else -1
+            yield Copy(tensor=own, lane="out", after=last, before=until, seconds=out, neighbour=neighbour)
 
 
 def parked(graph: Graph, states: Sequence[StateOf], chunks: Chunks) -> Graph:
@@ -238,7 +251,14 @@ def parked(graph: Graph, states: Sequence[StateOf], chunks: Chunks) -> Graph:
         for nbytes in at_end:
             add(nbytes, last)
     usual_nbytes = sum(at_end) if graph.updates else 0
-    return replace(graph, tensors=tuple(tensors), ops=tuple(ops), updates=tuple(updates), usual_nbytes=usual_nbytes)
+    return replace(
+        graph,
+        tensors=tuple(tensors),
+        ops=tuple(ops),
+        updates=tuple(updates),
+        usual_nbytes=usual_nbytes,
+        copies=(*graph.copies, *copies_of(graph, states)),
+    )
 
 
 def _part_with_gradients(tensors: list[Tensor], graph: Graph, gradients: Sequence[StateParking]) -> None:

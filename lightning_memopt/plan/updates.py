@@ -8,12 +8,12 @@ bytes of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from heapq import heappop, heappush
 
-from lightning_memopt.graph import BEFORE, EarlyUpdate, Graph, Tensor
+from lightning_memopt.graph import BEFORE, Copy, EarlyUpdate, Graph, Tensor
 from lightning_memopt.graph.model import Kind
 from lightning_memopt.plan.model import Plan
 
@@ -56,7 +56,21 @@ def updated(graph: Graph, updates: tuple[int, ...]) -> Graph:
         add(name, "gradient", update.nbytes, update.since, last)
         add(name, "gradient", update.nbytes, BEFORE, update.until)
     add("in update", "temporary", beside_nbytes(graph, usual), last, last)
-    return replace(graph, ops=tuple(ops), tensors=tuple(tensors), updates=(), usual_nbytes=0)
+    copies = _copies(graph.copies, {update.parameter for update in usual})
+    return replace(graph, ops=tuple(ops), tensors=tuple(tensors), updates=(), usual_nbytes=0, copies=copies)
+
+
+def _copies(copies: Sequence[Copy], late: Collection[int]) -> tuple[Copy, ...]:
+    """These copies, without those of the state of parameters that are updated late; the step waits for a copy that would run
+    until or from the early update of such a parameter.
+    """
+
+    def alone(copy: Copy) -> Copy:
+        if copy.neighbour not in late:
+            return copy
+        return replace(copy, after=copy.before - 1) if copy.lane == "in" else replace(copy, before=copy.after + 1)
+
+    return tuple(alone(copy) for copy in copies if copy.tensor not in late)
 
 
 def beside_nbytes(graph: Graph, usual: Iterable[EarlyUpdate]) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from lightning_memopt.graph import BEFORE, Graph
+from lightning_memopt.graph import BEFORE, Copy, Graph
 from lightning_memopt.graph.model import around
 from lightning_memopt.plan.model import WeightParking
 from lightning_memopt.plan.tiers import PAGE_NBYTES
@@ -117,33 +117,39 @@ def fetches_of(graph: Graph, units: Sequence[Unit], ahead: bool) -> dict[str, tu
     return fetches
 
 
-def priced(
-    graph: Graph, units: Sequence[Unit], ahead: bool, tier: str, in_seconds: Callable[[str, int], float] | None
-) -> list[UnitOf]:
-    """These units, with the seconds for which a step waits for them where they are parked, and no others. `ahead`: they are
-    copied ahead. `in_seconds`: seconds that a copy of so many bytes from a tier takes; None: copies take none.
+def all_of(graph: Graph, units: Sequence[Unit], tier: str, in_seconds: Callable[[str, int], float] | None) -> list[UnitOf]:
+    """These units, parked in this tier, if the step waits for all of each copy. `in_seconds`: seconds that a copy of so many
+    bytes from a tier takes; None: copies take none.
     """
-    priced_units = []
-    fetches = fetches_of(graph, units, ahead)
+    found = []
+    fetches = fetches_of(graph, units, ahead=False)
     for unit in units:
-        own, nbytes = fetches[unit.path], sum(graph.tensors[t].nbytes for t in unit.weights)
-        seconds = 0.0 if in_seconds is None else in_seconds(tier, nbytes)
+        nbytes = sum(graph.tensors[t].nbytes for t in unit.weights)
+        seconds = 0.0 if in_seconds is None else len(fetches[unit.path]) * in_seconds(tier, nbytes)
         parking = WeightParking(
             module=unit.path,
             tier=tier,
             nbytes=nbytes,
-            beside=tuple(fetch.beside for fetch in own),
-            copy_seconds=len(own) * seconds,
-            seconds=sum(max(0.0, seconds - _beside_seconds(graph, fetch)) for fetch in own),
+            beside=tuple(fetch.beside for fetch in fetches[unit.path]),
+            copy_seconds=seconds,
+            seconds=seconds,
             tier_nbytes=sum(round_up(graph.tensors[t].nbytes, PAGE_NBYTES) for t in unit.weights),
         )
-        priced_units.append(UnitOf(parking, unit))
-    return priced_units
+        found.append(UnitOf(parking, unit))
+    return found
 
 
-def _beside_seconds(graph: Graph, fetch: Fetch) -> float:
-    """Seconds that the unmodified step computes while the copy of a fetch runs."""
-    return sum(op.seconds for op in graph.ops if fetch.begins_at <= op.at < fetch.needed_at)
+def in_turn(graph: Graph, units: Sequence[UnitOf], ahead: bool) -> list[UnitOf]:
+    """These units in a step in which no others are parked, if it waits for all of each copy. `ahead`: each is copied while the
+    one before it computes.
+    """
+    fetches = fetches_of(graph, [each.unit for each in units], ahead)
+
+    def of(each: UnitOf) -> UnitOf:
+        beside = tuple(fetch.beside for fetch in fetches[each.unit.path])
+        return replace(each, parking=replace(each.parking, beside=beside, seconds=each.parking.copy_seconds))
+
+    return [of(each) for each in units]
 
 
 def _in_backward(graph: Graph, units: Sequence[Unit]) -> list[tuple[int, Unit]]:
@@ -169,12 +175,16 @@ def _paths(graph: Graph, op: int) -> Iterator[str]:
     return around(graph.ops[op].scope.partition("#")[0]) if op < len(graph.forward) else iter(())
 
 
-def parked_weights(graph: Graph, units: Sequence[Unit], ahead: bool) -> Graph:
+def parked_weights(graph: Graph, units: Sequence[UnitOf], ahead: bool) -> Graph:
     """The step of this graph with these units in a tier. Points and ids are those of `graph`."""
-    tensors = list(graph.tensors)
-    fetches = fetches_of(graph, units, ahead)
-    for unit in units:
-        windows = tuple((fetch.begins_at, fetch.ends_at) for fetch in fetches[unit.path])
-        for t in unit.weights:
+    tensors, copies = list(graph.tensors), list(graph.copies)
+    fetches = fetches_of(graph, [each.unit for each in units], ahead)
+    for each in units:
+        own = fetches[each.unit.path]
+        windows = tuple((fetch.begins_at, fetch.ends_at) for fetch in own)
+        for t in each.unit.weights:
             tensors[t] = replace(tensors[t], windows=windows, freed_at=windows[-1][1])
-    return replace(graph, tensors=tuple(tensors))
+        first, seconds = each.unit.weights[0], each.parking.copy_seconds / len(own)
+        for fetch in own:
+            copies.append(Copy(tensor=first, lane="in", after=fetch.begins_at - 1, before=fetch.needed_at, seconds=seconds))
+    return replace(graph, tensors=tuple(tensors), copies=tuple(copies))

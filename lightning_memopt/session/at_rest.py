@@ -21,8 +21,9 @@ from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph, unmodified_levels
 from lightning_memopt.plan import Plan, StateParking, WeightParking, simulate, states_text, updated, weights_text
+from lightning_memopt.plan.resting import Rests, with_rest
 from lightning_memopt.plan.simulate import fixed_levels
-from lightning_memopt.plan.states import Chunks, StateOf, parked
+from lightning_memopt.plan.states import StateOf, parked
 from lightning_memopt.plan.tiers import tier_budget
 from lightning_memopt.plan.weights import UnitOf
 from lightning_memopt.runtime.parked_weights import copies_overlap
@@ -36,73 +37,13 @@ from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.solve.refusals import refuse_hopeless
 from lightning_memopt.session.solve.solving import IN_FORCE, NONE_SMALLER, SOLVING, Solved, say_in_force
 from lightning_memopt.session.worth import most_extra_seconds
-from lightning_memopt.solvers.frontier import UNSEEN_NBYTES, Frontier, with_rest
-from lightning_memopt.solvers.staying import staying
+from lightning_memopt.solvers.frontier import Frontier
+from lightning_memopt.solvers.staying import SHARES, least_parked
 
 Say = Callable[[str], None]
 Solve = Callable[[Graph, Say], Solved]
-_SHARES = 4
-"""Number of shares of what rests that are tried: one of them, two, and so on."""
-_TRIES = 4
-"""Maximum number of choices of what to park."""
 _ENOUGH = 1.1
 """Nothing more is solved for if a plan takes this many times the seconds of what rests, and no more."""
-
-
-@dataclass(frozen=True)
-class Rests:
-    """What is parked in a step: the optimizer state of these parameters, and the weights of these modules.
-
-    ahead: copies run while the step computes: those of a module's weights while the module before it does, those of gradients
-        and of the state of early updates while backward goes on.
-    """
-
-    states: tuple[StateOf, ...] = ()
-    units: tuple[UnitOf, ...] = ()
-    ahead: bool = False
-
-    def __len__(self) -> int:
-        return len(self.states) + len(self.units)
-
-    def only(self, each: Sequence[StateOf | UnitOf]) -> Rests:
-        """Of these, what is in `each`."""
-        states = tuple(e for e in each if isinstance(e, StateOf))
-        return replace(self, states=states, units=tuple(e for e in each if isinstance(e, UnitOf)))
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a step that waits for all copies."""
-        return sum(each.parking.seconds for each in self.by_price())
-
-    @property
-    def tier_nbytes(self) -> int:
-        """Bytes that all of it takes in the tier."""
-        return sum(each.parking.tier_nbytes for each in self.by_price())
-
-    def within(self, nbytes: int | None) -> Rests:
-        """Of these, the cheapest ones that take no more bytes of the tier. None: all."""
-        if nbytes is None:
-            return self
-        kept: list[StateOf | UnitOf] = []
-        for each in self.by_price():
-            if each.parking.tier_nbytes <= nbytes:
-                kept.append(each)
-                nbytes -= each.parking.tier_nbytes
-        return self.only(kept)
-
-    @property
-    def parked_states(self) -> tuple[StateParking, ...]:
-        return tuple(state.parking for state in self.states)
-
-    @property
-    def parked_weights(self) -> tuple[WeightParking, ...]:
-        return tuple(unit.parking for unit in self.units)
-
-    def by_price(self) -> list[StateOf | UnitOf]:
-        """Those whose copies take least for each byte first, of several the largest."""
-        return sorted(
-            (*self.states, *self.units), key=lambda each: (each.parking.seconds / each.parking.nbytes, -each.parking.nbytes)
-        )
 
 
 @dataclass(frozen=True)
@@ -134,9 +75,8 @@ class _Try:
             refusal = InfeasibleError(str(error), smallest_nbytes=smallest, budget_nbytes=budget, tiers=tiers)
             return cls(rests, None, refusal, tuple(lines))
         if rests:
-            states, weights = rests.parked_states, rests.parked_weights
-            plan = replace(with_rest(solved.plan, graph, states, weights), unmodified_peak_nbytes=unmodified_nbytes)
-            frontier = replace(solved.frontier, states=states, weights=weights, unmodified_peak_nbytes=unmodified_nbytes)
+            plan = replace(with_rest(solved.plan, graph, rests), unmodified_peak_nbytes=unmodified_nbytes)
+            frontier = replace(solved.frontier, rests=rests, unmodified_peak_nbytes=unmodified_nbytes)
             solved = solved._replace(plan=plan, frontier=frontier)
         return cls(rests, solved, None, tuple(lines))
 
@@ -339,7 +279,7 @@ class AtRest(Part):
         found = Rests(tuple(self.states.found(graph, timed=False)), tuple(self.weights.found(graph, timed=False)))
         self._tell_of_others(graph)
         rests = found if all_of_it else found.within(self._offloading.limit_nbytes)
-        return self._in_step(graph, rests) if rests else graph, rests.tier_nbytes
+        return self._in_step(graph, rests), rests.tier_nbytes
 
     def _tell_of_others(self, graph: Graph) -> None:
         """A budget is missed, or the least is looked for: tell what rests and cannot be parked, and why."""
@@ -360,29 +300,22 @@ class AtRest(Part):
 
     def _priced(self, graph: Graph, rests: Rests) -> Rests:
         """The same, priced for a step in which only this is parked."""
-        units = self.weights.priced(graph, rests.units, rests.ahead)
-        return replace(rests, states=tuple(self.states.priced(graph, rests.states, rests.ahead)), units=tuple(units))
+        return rests.priced(graph, self.states.chunks(graph, rests.states))
 
     def _in_step(self, graph: Graph, rests: Rests) -> Graph:
-        graph = self.weights.in_step(graph, rests.units, rests.ahead) if rests.units else graph
-        return self.states.in_step(graph, rests.states) if rests.states else graph
+        return rests.in_step(graph, self.states.chunks(graph, rests.states))
 
     def _enough(self, graph: Graph, frontier: Frontier, rests: Rests, limit_nbytes: int) -> Rests:
-        """What to park for the fastest step within the limit. An update whose chunks are others takes other bytes beside: what
-        is chosen is looked at, and chosen again with less room.
-        """
-        room, chunks = limit_nbytes, self.states.chunks(graph, rests.states)
-        for _ in range(_TRIES):
-            some, plan = least_parked(frontier, rests, chunks, room)
-            if plan is None or len(some) == len(rests):
-                break
+        """What to park for the fastest step within the limit."""
+
+        def needed_nbytes(some: Rests, plan: Plan) -> int:
             step = updated(self._in_step(graph, some), plan.updates)
             beside_nbytes = max(0, plan.predicted.needed_nbytes - plan.predicted.peak_nbytes)
-            above = simulate(step, plan.lives).predicted.peak_nbytes + beside_nbytes - limit_nbytes
-            if above <= 0:
-                return some
-            room -= above
-        return rests
+            return simulate(step, plan.lives).predicted.peak_nbytes + beside_nbytes
+
+        chunks = self.states.chunks(graph, rests.states)
+        found = least_parked(frontier, rests, chunks, limit_nbytes, needed_nbytes)
+        return rests if found is None else found[0]
 
     def _chosen(self, say: Say, graph: Graph, chosen: _Try) -> Solved:
         """What was solved, and its lines. `graph`: that of the step with nothing parked."""
@@ -431,33 +364,11 @@ def _fastest(frontier: Frontier, rests: Rests, limit_nbytes: int) -> Rests:
     nbytes = [0, *accumulate(each.parking.nbytes for each in cheapest)]
     seconds = [0.0, *accumulate(each.parking.seconds for each in cheapest)]
     best = math.inf, len(cheapest)
-    for count in sorted({bisect_left(nbytes, k * nbytes[-1] / _SHARES) for k in range(1, _SHARES + 1)}):
+    for count in sorted({bisect_left(nbytes, k * nbytes[-1] / SHARES) for k in range(1, SHARES + 1)}):
         with contextlib.suppress(InfeasibleError):
             plan = frontier.known_plan(limit_nbytes - (nbytes[-1] - nbytes[count]))
             best = min(best, (plan.predicted.seconds - seconds[-1] + seconds[count], count))  # the plan has all copies
     return rests.only(cheapest[: best[1]])
-
-
-def least_parked(frontier: Frontier, rests: Rests, chunks: Chunks, limit_nbytes: int) -> tuple[Rests, Plan | None]:
-    """As `_fastest`, and the plan. What has room beside the plan stays, however little that is, and where that room is needed
-    for a short time only, what is not there at that time. `chunks`: those of updates if everything is parked.
-    """
-    everything = rests.by_price()
-    nbytes = sum(each.parking.nbytes for each in everything)
-    best = math.inf
-    fastest: tuple[Rests, Plan | None] = rests, None
-    for share in range(_SHARES):
-        with contextlib.suppress(InfeasibleError):
-            plan = frontier.known_plan(limit_nbytes - nbytes * share // _SHARES)
-            # an allocator's reserve, and bytes that are not known
-            beside_nbytes = max(0, plan.predicted.needed_nbytes - plan.predicted.peak_nbytes) + UNSEEN_NBYTES
-            stays = staying(frontier.graph, plan, everything, chunks, limit_nbytes - beside_nbytes)
-            seconds = plan.predicted.seconds - sum(each.parking.seconds for each in stays)  # the plan has all copies
-            if seconds < best:
-                best = seconds
-                kept = {id(each) for each in stays}
-                fastest = rests.only([each for each in everything if id(each) not in kept]), plan
-    return fastest
 
 
 def _surely_seconds(each: StateOf | UnitOf) -> float:

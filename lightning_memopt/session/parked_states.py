@@ -19,7 +19,7 @@ from lightning_memopt.errors import OffloadError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import StateParking
 from lightning_memopt.plan.model import Read
-from lightning_memopt.plan.states import Chunk, StateOf, may_be_parked, parked, priced
+from lightning_memopt.plan.states import Chunk, StateOf, may_be_parked, priced
 from lightning_memopt.plan.tiers import taken
 from lightning_memopt.record import parameters_of
 from lightning_memopt.runtime.early_updates import ALLOWED, EarlyUpdates, Reason, of_step
@@ -217,7 +217,8 @@ class StatesAtRest(Part):
             state = StateOf(parking, tuple(map(rounded, sizes)) if is_there or not timed else (), back)
             other = found.get(name)  # of another optimizer
             found[name] = state if other is None else other.and_of(state)
-        return self.priced(graph, may_be_parked(graph, [*found.values(), *self._gradients_of(graph, timed)]))
+        states = may_be_parked(graph, [*found.values(), *self._gradients_of(graph, timed)])
+        return priced(graph, states, self.chunks(graph, states))
 
     def _gradients_of(self, graph: Graph, timed: bool) -> Iterator[StateOf]:
         """All gradients that can be parked. `timed`: with the seconds of copies."""
@@ -318,10 +319,6 @@ class StatesAtRest(Part):
                 if sizes:
                     yield names[id(p)], sizes, is_there
 
-    def priced(self, graph: Graph, states: Sequence[StateOf], ahead: bool = False) -> list[StateOf]:
-        """These states, priced for a step in which they are parked, and no others. `ahead`: copies run beside backward."""
-        return priced(graph, states, self.chunks(graph, states), ahead)
-
     def _may(self, optimizer: optim.Optimizer) -> bool:
         """Whether state of this optimizer can be parked."""
         reasons = self._reasons(optimizer)
@@ -352,10 +349,6 @@ class StatesAtRest(Part):
         new = what not in self._said
         self._said.add(what)
         return new
-
-    def in_step(self, graph: Graph, states: Sequence[StateOf]) -> Graph:
-        """The step of this graph with these states parked."""
-        return parked(graph, states, self.chunks(graph, states))
 
     def chunks(self, graph: Graph, states: Sequence[StateOf]) -> list[list[Chunk]]:
         """The chunks of each optimizer's step in which these states are parked."""

@@ -15,7 +15,7 @@ from lightning_memopt.device.places import is_on, on_host
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import WeightParking
-from lightning_memopt.plan.weights import Unit, UnitOf, movable, parked_weights, priced, read_units
+from lightning_memopt.plan.weights import Unit, UnitOf, all_of, movable, read_units
 from lightning_memopt.record import compiled_modules
 from lightning_memopt.runtime.early_updates import Reason
 from lightning_memopt.runtime.frozen_units import frozen_units
@@ -126,11 +126,7 @@ class WeightsAtRest(Part):
         if not units:
             return []
         can_move, _ = self._movable(graph, units)
-        return priced(graph, can_move, False, self.offloading.tier, self.offloading.rates.in_seconds if timed else None)
-
-    def priced(self, graph: Graph, units: Sequence[UnitOf], ahead: bool) -> list[UnitOf]:
-        """These units, priced for a step in which they are parked, and no others. `ahead`: they are copied ahead."""
-        return priced(graph, [each.unit for each in units], ahead, self.offloading.tier, self.offloading.rates.in_seconds)
+        return all_of(graph, can_move, self.offloading.tier, self.offloading.rates.in_seconds if timed else None)
 
     def _movable(self, graph: Graph, units: dict[str, dict[str, torch.Tensor]]) -> tuple[list[Unit], dict[str, str]]:
         # the graph does not say it of writes through `weight.data`, and no version counter does
@@ -159,10 +155,6 @@ class WeightsAtRest(Part):
         nbytes = sum(w.nbytes for w in weights)
         if nbytes >= LEAST_NBYTES and self._is_new(why):
             self._say(f"MemOpt: frozen weights stay on the device ({format_nbytes(nbytes)}): {why}")
-
-    def in_step(self, graph: Graph, units: Sequence[UnitOf], ahead: bool) -> Graph:
-        """The step of this graph with these weights parked. `ahead`: they are copied ahead."""
-        return parked_weights(graph, [each.unit for each in units], ahead)
 
     def may_be_parked(self) -> dict[str, dict[str, torch.Tensor]]:
         """Path of a module -> its frozen weights by name; nothing where none can be parked, and then a line says why."""

@@ -17,18 +17,15 @@ from lightning_memopt.plan import (
     Plan,
     Prediction,
     RegionPlan,
-    StateParking,
     TiledHead,
-    WeightParking,
     at_least,
     early,
     fewest,
     fixed_levels,
-    names_of,
     simulate,
     updated,
 )
-from lightning_memopt.plan.states import in_plan
+from lightning_memopt.plan.resting import Rests, with_rest
 from lightning_memopt.plan.tiers import tier_budgets_text
 from lightning_memopt.solvers.recompute import bound
 from lightning_memopt.units import format_nbytes
@@ -86,7 +83,7 @@ class Frontier:
     searched: whether plans were searched for. If not, the only plan is one that was known.
     regions: what was decided for the step's compiled regions. It is part of each of these plans.
     tiles: the loss heads that run in tiles in the observed step, and so under each of these plans.
-    states: the optimizer state that is parked in the step of this graph, and so under each of these plans.
+    rests: what rests and is parked in the step of this graph, and so under each of these plans.
     tier_limits: the most bytes of each tier that a plan with all that is parked may take, with their names.
     others: plans made for the step without early updates, if early updates take time. They may need fewer early updates.
     cut_off: whether time ran out before the plans for few bytes were made. If so, smaller plans may exist.
@@ -105,8 +102,7 @@ class Frontier:
     searched: bool = True
     regions: tuple[RegionPlan, ...] = ()
     tiles: tuple[TiledHead, ...] = ()
-    states: tuple[StateParking, ...] = ()
-    weights: tuple[WeightParking, ...] = ()
+    rests: Rests = field(default_factory=Rests)
     tier_limits: tuple[tuple[str, int], ...] = ()
 
     @cached_property
@@ -197,7 +193,7 @@ class Frontier:
     def _whole(self, plan: Plan) -> Plan:
         """With all that was decided beside the lives."""
         plan = replace(self._with_updates(plan), regions=self.regions, tiles=self.tiles, tier_limits=self.tier_limits)
-        return with_rest(plan, self.graph, self.states, self.weights)
+        return with_rest(plan, self.graph, self.rests)
 
     def _plan(self, budget_nbytes: int) -> Plan:
         """The plan for a budget if every parameter that may be updated early is."""
@@ -254,28 +250,6 @@ class Frontier:
                 return updates, found.predicted
             limit -= found.budget_nbytes - budget_nbytes
         return None
-
-
-def with_rest(plan: Plan, graph: Graph, states: tuple[StateParking, ...], weights: tuple[WeightParking, ...]) -> Plan:
-    """This plan of a step in which these states and weights are parked, with what their copies cost."""
-    predicted = plan.predicted
-    states = in_plan(states, names_of(graph, plan.updates)) if states else ()
-    each: tuple[StateParking | WeightParking, ...] = (*states, *weights)
-    moved_nbytes = sum(2 * state.nbytes for state in states) + sum(len(unit.beside) * unit.nbytes for unit in weights)
-    seconds = sum(one.seconds for one in each)
-    return replace(
-        plan,
-        states=states,
-        weights=weights,
-        lower_bound_seconds=plan.lower_bound_seconds + seconds,
-        predicted=replace(
-            predicted,
-            moved_nbytes=predicted.moved_nbytes + moved_nbytes,
-            copy_seconds=predicted.copy_seconds + sum(one.copy_seconds for one in each),
-            stall_seconds=predicted.stall_seconds + seconds,
-            tier_nbytes=predicted.tier_nbytes + sum(one.nbytes for one in each),
-        ),
-    )
 
 
 def _updating(plan: Plan, updates: tuple[int, ...], predicted: Prediction, seconds: float) -> Plan:

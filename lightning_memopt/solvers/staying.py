@@ -7,6 +7,8 @@ run. So where a step has most bytes for a short time only, what is not there at 
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -14,10 +16,18 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
+from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import BEFORE, Graph, Tensor
 from lightning_memopt.plan import Plan, simulate, updated
+from lightning_memopt.plan.resting import Rests
 from lightning_memopt.plan.states import PARKED_STATE, Chunks, StateOf
 from lightning_memopt.plan.weights import UnitOf
+from lightning_memopt.solvers.frontier import UNSEEN_NBYTES, Frontier
+
+SHARES = 4
+"""Number of shares of what rests that are tried: one of them, two, and so on."""
+_TRIES = 4
+"""Maximum number of choices of what to park."""
 
 Span = tuple[int, int]
 
@@ -40,6 +50,47 @@ def staying(
     tries = [_filled(room.copy(), parked, spans, _Updates(usual, chunks, parked), each) for each in (by_bytes, by_points)]
     best = max(tries, key=lambda found: sum(parked[place].parking.seconds for place in found))
     return [parked[place] for place in best]
+
+
+def least_parked(
+    frontier: Frontier, rests: Rests, chunks: Chunks, limit_nbytes: int, needed_nbytes: Callable[[Rests, Plan], int]
+) -> tuple[Rests, Plan] | None:
+    """What to park for the fastest step within the limit, and a plan for it that is known; None: everything. `frontier`: of the
+    step in which everything is parked. `chunks`: those of the update then. `needed_nbytes`: bytes that a plan needs where only
+    some is parked; the chunks of the update are others then. If that is more, the choice is made again with less room.
+    """
+    room = limit_nbytes
+    for _ in range(_TRIES):
+        some, plan = _fastest(frontier, rests, chunks, room)
+        if plan is None or len(some) == len(rests):
+            return None
+        above = needed_nbytes(some, plan) - limit_nbytes
+        if above <= 0:
+            return some, plan
+        room -= above
+    return None
+
+
+def _fastest(frontier: Frontier, rests: Rests, chunks: Chunks, limit_nbytes: int) -> tuple[Rests, Plan | None]:
+    """What to park beside each of a few plans, whichever is fastest: what has room stays, however little that is. Where that
+    room is needed for a short time only, what is not there at that time stays.
+    """
+    everything = rests.by_price()
+    nbytes = sum(each.parking.nbytes for each in everything)
+    best = math.inf
+    fastest: tuple[Rests, Plan | None] = rests, None
+    for share in range(SHARES):
+        with contextlib.suppress(InfeasibleError):
+            plan = frontier.known_plan(limit_nbytes - nbytes * share // SHARES)
+            # an allocator's reserve, and bytes that are not known
+            beside_nbytes = max(0, plan.predicted.needed_nbytes - plan.predicted.peak_nbytes) + UNSEEN_NBYTES
+            stays = staying(frontier.graph, plan, everything, chunks, limit_nbytes - beside_nbytes)
+            seconds = plan.predicted.seconds - sum(each.parking.seconds for each in stays)  # the plan has all copies
+            if seconds < best:
+                best = seconds
+                kept = {id(each) for each in stays}
+                fastest = rests.only([each for each in everything if id(each) not in kept]), plan
+    return fastest
 
 
 class _Updates:

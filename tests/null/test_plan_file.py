@@ -15,7 +15,7 @@ from build import Step, random_step
 
 from lightning_memopt import jsonio
 from lightning_memopt.errors import PlanFileError
-from lightning_memopt.graph import Graph, fingerprint, unmodified_levels
+from lightning_memopt.graph import BEFORE, Copy, Graph, fingerprint, unmodified_levels
 from lightning_memopt.plan import Life, Plan, lower, plan_from_json, plan_to_json, read_plan, simulate, write_plan
 from lightning_memopt.solvers.rollout import Rollout, keep_all
 
@@ -58,6 +58,11 @@ def written(tmp_path: Path) -> Path:
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     for seed in range(30):
         graph = replace(random_step(random.Random(seed)), computed=seed % 3 > 0)
+        if seed % 2:  # of what rests
+            ends = len(graph.points)
+            out = Copy(tensor=0, lane="out", after=ends - 2, before=ends, seconds=0.5)
+            back = Copy(tensor=1, lane="in", after=BEFORE, before=0, seconds=0.25, neighbour=0)
+            graph = replace(graph, copies=(out, back))
         plan = plan_of(graph, keep_all(graph))
         write_plan(tmp_path / "plan.json", plan, graph)
         again, same = read_plan(tmp_path / "plan.json")
@@ -161,7 +166,7 @@ def test_oversize(written: Path) -> None:
         ("format", "another", '"format" is \'another\', not "lightning_memopt.plan"'),
         ("schema", 1, "file.schema is 1; this version knows schema 9 and 8 and 7 and 6 and 5 and 4 and 3 only"),
         ("schema", "1", "file.schema is '1'"),
-        ("graph.schema", 7, "graph.schema is 7; this version knows schema 2 and 3 and 4 and 5 and 6 only"),
+        ("graph.schema", 8, "graph.schema is 8; this version knows schema 2 and 3 and 4 and 5 and 6 and 7 only"),
         ("plan", [], r"plan is \[\], not an object"),
         ("plan.fingerprint", "0" * 32, "plan.fingerprint: '0+', but the graph in this file has"),
         ("graph.device", "cuda", "plan.fingerprint"),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.graph import Graph
-from lightning_memopt.plan import lower
+from lightning_memopt.plan import lower, step_of
 from lightning_memopt.plan.clocks import Interval, intervals
 from lightning_memopt.report.page.parts import Grid, Picture, Rows, Section, count, ms, share
 from lightning_memopt.report.record import RunRecord
@@ -21,8 +21,8 @@ def section(record: RunRecord) -> Section:
     title, graph, plan = "Compute and copies over time", record.graph, record.plan
     if graph is None or plan is None:
         return Section("timeline", title, ("There is no plan.",), absent=True)
-    parks = plan.parks
-    if parks and record.rates is None:
+    graph = step_of(graph, plan)  # its copies of what rests are those of the plan
+    if plan.parks and record.rates is None:
         why = "The plan parks tensors. How long that takes is not known, because a plan file has no rates of copies and codecs."
         return Section("timeline", title, (why,), absent=True)
     try:
@@ -30,14 +30,15 @@ def section(record: RunRecord) -> Section:
     except ConfigError as error:  # rates of another machine
         why = f"The plan parks tensors, and their times are not known: {error}."
         return Section("timeline", title, (why,), absent=True)
-    rates = " and the measured rates of copies and codecs" if parks else ""
+    copies = plan.parks or graph.copies
+    rates = " and the measured rates of copies and codecs" if copies else ""
     lead = [
         f"What the device does from the beginning to the end of a step, predicted from the observed times of the ops{rates}."
     ]
     if any(i.what == "rebuild" for i in log):
         lead.append("Compute that the plan adds is green: saved tensors are rebuilt, so their ops run a second time.")
-    if not parks:
-        lead.append("This plan parks nothing, so nothing is copied, and nothing waits for a copy.")
+    if not copies:
+        lead.append("This plan parks nothing in forward and backward, so nothing is copied then, and nothing waits for a copy.")
     elif not moved.stall_seconds:
         lead.append("No op waits for a copy: all copies are hidden behind compute.")
     log = [interval for interval in log if interval.ends > interval.begins]

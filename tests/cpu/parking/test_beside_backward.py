@@ -9,17 +9,20 @@ import gc
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn, optim
+from torch import nn, optim
 
 from lightning_memopt import optimize
+from lightning_memopt.graph import BEFORE, Copy, EarlyUpdate, Graph, Op, Point, Tensor
+from lightning_memopt.graph.model import Kind, Phase
 from lightning_memopt.native.engine import loaded
-from lightning_memopt.plan import StateParking
+from lightning_memopt.plan import Plan, Prediction, Rebuild, Schedule, StateParking
+from lightning_memopt.plan.clocks import stall_seconds, waits
 from lightning_memopt.plan.model import Read
+from lightning_memopt.plan.resting import Rests, with_rest
 from lightning_memopt.plan.states import Chunk, StateOf, in_plan, priced
 from lightning_memopt.runtime import install_native
 from lightning_memopt.runtime.tiers.shelf import is_away
@@ -112,18 +115,32 @@ def test_smallest_plans_wait_for_copies() -> None:
 # -- prices ----------------------------------------------------------------------------------------
 
 
-def fake_step(gaps: Sequence[float], early: bool) -> Any:
-    """A step whose backward computes so many seconds before each gradient is accumulated, and before its early update."""
-    tensors = [SimpleNamespace(name=f"p{i}") for i in range(len(gaps))]
-    computing = [SimpleNamespace(at=3 * i, seconds=gap, phase="backward") for i, gap in enumerate(gaps)]
-    updating = [SimpleNamespace(at=3 * i + 2, seconds=1.0, phase="update") for i in range(len(gaps))]
-    return SimpleNamespace(
-        tensors=tensors,
-        ops=[op for pair in zip(computing, updating, strict=True) for op in pair] if early else computing,
-        updates=[SimpleNamespace(parameter=i, at=3 * i + 1) for i in range(len(gaps))] if early else [],
-        ops_of=lambda point: [updating[point // 3]],
-        gradients={t.name: (0, 3 * i + 1) for i, t in enumerate(tensors)},
-    )
+def step(gaps: Sequence[float], early: bool) -> Graph:
+    """A step whose backward computes so many seconds before each gradient is accumulated. Early updates take a second each."""
+    ops: list[Op] = []
+
+    def tensor(id: int, name: str, kind: Kind) -> Tensor:
+        return Tensor(id=id, name=name, nbytes=1, kind=kind, storage=id, born_at=0, freed_at=0)
+
+    def op(phase: Phase, seconds: float = 0.0) -> int:
+        at = len(ops)
+        ops.append(Op(id=at, name=phase, phase=phase, inputs=(), outputs=(), seconds=seconds, at=at))
+        return at
+
+    count = len(gaps)
+    parameters = [tensor(i, f"p{i}", "parameter") for i in range(count)]
+    gradients, updates = {}, []
+    for i, gap in enumerate(gaps):
+        op("backward", gap)
+        point = op("backward")
+        gradients[f"p{i}"] = count + i, point
+        if early:
+            updates.append(EarlyUpdate(parameter=i, at=point, nbytes=1, since=point))
+            op("update", 1.0)
+    made = [tensor(count + i, f"p{i}.grad", "gradient") for i in range(count)]
+    points = tuple(Point("op", i) for i in range(len(ops)))
+    tensors = (*parameters, *made)
+    return Graph(ops=tuple(ops), tensors=tensors, saves=(), points=points, updates=tuple(updates), gradients=gradients)
 
 
 def states_of(copies: Sequence[tuple[float, float]], what: Read) -> list[StateOf]:
@@ -140,19 +157,21 @@ def states_of(copies: Sequence[tuple[float, float]], what: Read) -> list[StateOf
     ]
 
 
-def waits(gaps: Sequence[float], copies: Sequence[tuple[float, float]], early: bool) -> float:
+def waited(gaps: Sequence[float], copies: Sequence[tuple[float, float]], early: bool) -> float:
     """Seconds that backward waits, by clocks of the two directions of a link. Copies back of gradients are in the update."""
     waited = 0.0 if early else sum(back for _, back in copies)
-    leaves = comes = 0.0  # when the copies that run end, from now on
-    if early:
-        waited += copies[0][1]
-    for i, (out, _) in enumerate(copies):
-        if i:
-            wait = max(0.0, leaves - gaps[i], comes - gaps[i])
-            waited += wait
-        leaves = out
-        comes = copies[i + 1][1] if early and i + 1 < len(copies) else 0.0
-    return waited + leaves
+    now = leaves = comes = 0.0  # when the copies that run end
+    for i, (out, back) in enumerate(copies):
+        now += gaps[i]
+        if early and i == 0:
+            comes = now + back
+        wait = max(0.0, leaves - now, comes - now)
+        waited, now = waited + wait, now + wait
+        if early:
+            comes = now + copies[i + 1][1] if i + 1 < len(copies) else 0.0
+            now += 1.0
+        leaves = now + out
+    return waited + leaves - now
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -161,10 +180,44 @@ def test_a_step_waits_as_long_as_clocks_say(seed: int, early: bool) -> None:
     draw = random.Random(seed)
     gaps = [draw.choice([0.0, 1.0, 2.0, 5.0]) for _ in range(6)]
     copies = [(draw.choice([0.5, 1.0, 3.0]), draw.choice([0.5, 1.0, 4.0])) for _ in range(6)]
-    states = priced(fake_step(gaps, early), states_of(copies, "state" if early else "gradient"), [], beside_backward=True)
-    assert sum(state.parking.seconds for state in states) == pytest.approx(waits(gaps, copies, early))
-    apart = priced(fake_step(gaps, early), states_of(copies, "state" if early else "gradient"), [])
-    assert sum(state.parking.seconds for state in apart) == sum(map(sum, copies))
+    rests = Rests(tuple(states_of(copies, "state" if early else "gradient")), ahead=True)
+    assert rests.priced(step(gaps, early), []).seconds == pytest.approx(waited(gaps, copies, early))
+    assert replace(rests, ahead=False).priced(step(gaps, early), []).seconds == sum(map(sum, copies))
+
+
+@pytest.mark.parametrize(("others", "waited"), [(0.0, 0.0), (1.0, 1.0), (3.0, 3.0)])
+def test_all_copies_share_the_link(others: float, waited: float) -> None:
+    """A gradient leaves after what leaves already, and the step waits for both."""
+    graph = step([2.0, 2.0, 9.0], False)
+    weights = Copy(tensor=0, lane="out", after=BEFORE, before=5, seconds=2.0 + others)  # until the last gradient is there
+    rests = Rests(tuple(states_of([(2.0, 0.0)] * 3, "gradient")), ahead=True)
+    assert rests.priced(graph, []).seconds == 2.0, "the last gradient leaves when nothing is computed any more"
+    assert rests.priced(replace(graph, copies=(weights,)), []).seconds == 2.0 + waited
+    other_way = replace(weights, lane="in")
+    assert rests.priced(replace(graph, copies=(other_way,)), []).seconds == 2.0
+
+
+def test_copies_run_beside_what_is_rebuilt() -> None:
+    """A plan that runs ops again computes more meanwhile: its step is not slower by both."""
+    rests = Rests(tuple(states_of([(3.0, 0.0)] * 2, "gradient")), ahead=True).priced(step([2.0, 2.0], False), [])
+    graph = rests.in_step(step([2.0, 2.0], False), [])
+    again = Schedule(frozenset(), {2: (Rebuild(0),)}, {}, {0: 2})  # the first op takes 2 seconds
+    assert sum(waits(graph)) == 1.0 + 3.0 and stall_seconds(graph, again) == 3.0
+
+
+def test_a_late_neighbour_costs_what_it_hid() -> None:
+    """In a plan that updates a parameter late, the step waits for its state, and for the copies that ran beside its update."""
+    graph = step([9.0] * 3, True)
+    rests = Rests(tuple(states_of([(1.0, 2.0)] * 3, "state")), ahead=True).priced(graph, [])
+    assert [state.parking.seconds for state in rests.states] == [2.0, 0.0, 1.0]
+    graph = rests.in_step(graph, [])
+    free = Prediction(peak_nbytes=0, extra_seconds=0.0, extra_flops=0, rebuilt_nbytes=0, rebuilt_ops=0)
+    plan = Plan(fingerprint="", lives=(), solver="", budget_nbytes=0, predicted=free, unmodified_peak_nbytes=0)
+    whole = with_rest(replace(plan, updates=(0, 1, 2)), graph, rests)
+    assert whole.predicted.stall_seconds == whole.lower_bound_seconds == 3.0
+    some = with_rest(replace(plan, updates=(0, 2)), graph, rests)
+    assert [state.seconds for state in some.states] == [3.0, 3.0, 3.0]
+    assert some.predicted.stall_seconds == some.lower_bound_seconds == 9.0
 
 
 def test_small_ones_do_not_take_turns() -> None:
@@ -172,21 +225,20 @@ def test_small_ones_do_not_take_turns() -> None:
     states = states_of([(1.0, 1.0)] * 4, "gradient")
     states[1] = replace(states[1], parking=replace(states[1].parking, nbytes=1))
     large = [replace(s, parking=replace(s.parking, nbytes=1000)) if i != 1 else s for i, s in enumerate(states)]
-    found = priced(fake_step([1.0] * 4, False), large, [], beside_backward=True)
+    found = priced(step([1.0] * 4, False), large, [], beside_backward=True)
     assert [state.parking.leaves_before for state in found] == ["p2", "", "p3", ""]
 
 
 def test_gradients_of_two_optimizers_take_turns_apart() -> None:
     """Each optimizer's gradients are told of its own parameters alone."""
     own = [[Chunk((f"p{i}", f"p{i + 2}"), 0, False)] for i in range(2)]
-    found = priced(fake_step([1.0] * 4, False), states_of([(1.0, 1.0)] * 4, "gradient"), own, beside_backward=True)
+    found = priced(step([1.0] * 4, False), states_of([(1.0, 1.0)] * 4, "gradient"), own, beside_backward=True)
     assert [state.parking.leaves_before for state in found] == ["p2", "p3", "", ""]
-    assert [state.parking.seconds for state in found] == [1.0, 1.0, 2.0, 2.0]
 
 
 def test_a_neighbour_that_is_updated_after_backward() -> None:
     """Its state does not come in backward, so nothing comes or leaves beside it."""
-    states = priced(fake_step([1.0] * 3, True), states_of([(1.0, 1.0)] * 3, "state"), [], beside_backward=True)
+    states = priced(step([1.0] * 3, True), states_of([(1.0, 1.0)] * 3, "state"), [], beside_backward=True)
     parking = [state.parking for state in states]
     assert [(each.comes_after, each.leaves_before) for each in parking] == [("", "p1"), ("p0", "p2"), ("p1", "")]
     chosen = in_plan(parking, {"p0", "p2"})

@@ -13,6 +13,8 @@ from torch import nn
 from lightning_memopt import MemOptConfig, optimize
 from lightning_memopt.cli import main
 from lightning_memopt.errors import ConfigError, InfeasibleError
+from lightning_memopt.plan import step_of
+from lightning_memopt.plan.clocks import waits
 from lightning_memopt.report import page as page_module
 from tests.cpu.lib.pages import Blocks, Page, page_at, trained
 
@@ -162,9 +164,12 @@ def test_parked_tensors_have_copies_and_waits(tmp_path: Path) -> None:
     page = checked(tmp_path / "run.html", "Blocks", 6)
     totals = {(row[0][0], row[1][0]): row[3][1] for row in page.rows("timeline-totals")}
     copies = totals["copies out", "copy"] + totals["copies in", "copy"]  # type: ignore[operator]
-    of_states = sum(state.seconds for state in plan.states)  # the timeline has the copies of saved tensors alone
-    assert copies == pytest.approx(plan.predicted.copy_seconds - of_states)
-    assert totals.get(("compute", "wait"), 0.0) == pytest.approx(plan.predicted.stall_seconds - of_states)
+    graph = step_of(run.status().graph, plan)
+    in_step = sum(copy.seconds for copy in graph.copies)
+    in_update = sum(state.copy_seconds for state in plan.states) - in_step  # the timeline ends where backward does
+    assert copies == pytest.approx(plan.predicted.copy_seconds - in_update)
+    waits_in_update = sum(state.seconds for state in plan.states) - sum(waits(graph))
+    assert totals.get(("compute", "wait"), 0.0) == pytest.approx(plan.predicted.stall_seconds - waits_in_update)
     top = page.rows("modules-all")[-1]
     assert {row[0][0]: row[3][1] for row in page.rows("modules-all")}["Blocks"] == sum(
         run.status().graph.tensors[t].nbytes for t in {life.tensor for life in plan.lives if life.how == "fetch"}
