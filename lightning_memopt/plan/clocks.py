@@ -189,10 +189,10 @@ def stall_seconds(graph: Graph, schedule: Schedule) -> float:
     """For how long the step waits for the copies of what rests, as if nothing else were parked: they run beside what is
     rebuilt, too.
     """
-    segments: dict[int, Segment] = {
-        point: tuple(s for s in steps if isinstance(s, Rebuild)) for point, steps in schedule.segments.items()
-    }
-    moved, _ = _run(graph, (), replace(schedule, segments=segments, parked={}), None, None)
+    rebuilds: dict[int, Segment] = {}
+    for point, steps in schedule.segments.items():
+        rebuilds[point] = tuple(step for step in steps if isinstance(step, Rebuild))
+    moved, _ = _run(graph, (), replace(schedule, segments=rebuilds, parked={}), None, None)
     return moved.stall_seconds
 
 
