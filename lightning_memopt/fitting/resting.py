@@ -34,12 +34,12 @@ def _alone() -> bool:
 class Resting:
     """What rests, by names: any step of the training has it.
 
-    weights: path of a module -> the names of its frozen weights.
+    weights: path of a module -> the name of each of its weights, and whether it is trained.
     states: optimizer state and gradients, without seconds of copies.
     chunks: those of each optimizer's step in which all of this state is parked.
     """
 
-    weights: Mapping[str, tuple[str, ...]]
+    weights: Mapping[str, Mapping[str, bool]]
     states: tuple[StateOf, ...]
     chunks: tuple[tuple[Chunk, ...], ...]
 
@@ -49,8 +49,9 @@ class Resting:
         offloading = Offloading(session.device, MemOptConfig(offload="disk"))  # nothing goes there
         at_rest = AtRest(session.model, session.optimizers, offloading, _alone, silent, Parts(), frozenset(), Kept())
         states = at_rest.states.found(graph, timed=False)
-        chunks = at_rest.states.chunks(graph, states)
-        weights = {path: tuple(own) for path, own in at_rest.weights.may_be_parked().items()}
+        units = at_rest.weights.may_be_parked()
+        weights = {path: {name: w.requires_grad for name, w in own.items()} for path, own in units.items()}
+        chunks = at_rest.states.chunks(graph, Rests(tuple(states), tuple(at_rest.weights.found(graph, timed=False))))
         return cls(weights, tuple(states), tuple(map(tuple, chunks)))
 
 
@@ -76,7 +77,7 @@ class Parked:
         """
         blocks = kind_of(graph.device).allocated_nbytes
         can_move, _ = movable(graph, read_units(graph, resting.weights))
-        units = all_of(graph, can_move, tier, rates.in_seconds)
+        units = all_of(graph, can_move, tier, rates)
 
         def on_card(state: StateOf) -> StateOf:
             out, back = (sum(each(tier, n) for n in state.sizes) for each in (rates.out_seconds, rates.in_seconds))

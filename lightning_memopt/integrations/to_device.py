@@ -16,8 +16,8 @@ from lightning_memopt.errors import OffloadError, UnsupportedError
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.runtime import install_native
-from lightning_memopt.runtime.frozen_units import frozen_units
 from lightning_memopt.runtime.parked_weights import parks_of, placed_in
+from lightning_memopt.runtime.weight_units import weight_units
 from lightning_memopt.units import format_nbytes
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -39,7 +39,7 @@ def to_device(model: Model, device: torch.device | str = "cuda") -> Model:
         raise UnsupportedError("Weights are parked by the native engine, which is not there. Install a C++ compiler.")
     parked = parks_of(model)
     for now in {p.device for p in model.parameters()}:
-        for path, own in frozen_units(model, now).items():
+        for path, own in weight_units(model, now).items():
             module, weights = model.get_submodule(path), list(own.values())
             if parked.has(path, module, weights):
                 continue
@@ -62,7 +62,7 @@ def make_room(model: nn.Module, device: torch.device, config: MemOptConfig, say:
     nbytes = sum(t.nbytes for t in tensors.values())
     budget, left = config.budget_nbytes(device), backend_of(device).left_nbytes()
     limit = min((most for most in (budget, left) if most is not None), default=nbytes)
-    if nbytes <= limit or not any(frozen_units(model, now) for now in {t.device for t in tensors.values()}):
+    if nbytes <= limit or not any(weight_units(model, now) for now in {t.device for t in tensors.values()}):
         return
     try:
         to_device(model, device)

@@ -53,7 +53,7 @@ _LIFE = ("tensor", "born_at", "freed_at", "how", "forms", "form", "parked_nbytes
 _REGION = ("key", "calls", "flops", "extra_flops", "rebuilt_ops", "saved_nbytes", "peak_nbytes", "lives")
 _TILES = ("module", "classes", "tokens", "rows", "columns", "unmade_nbytes", "threads", "ops", "assembled", "rounded")
 _STATE = ("parameter", "what", "tier", "nbytes", "tier_nbytes", "copy_seconds", "seconds", "comes_after", "leaves_before")
-_WEIGHTS = ("module", "tier", "nbytes", "tier_nbytes", "beside", "copy_seconds", "seconds")
+_WEIGHTS = ("module", "tier", "nbytes", "tier_nbytes", "beside", "moved_nbytes", "copy_seconds", "seconds")
 _TIER = ("tier", "nbytes", "limit_nbytes")
 _ADDRESSES = ("nbytes", "offsets", "until", "arena_nbytes", "max_live_nbytes", "needed_nbytes")
 _SINCE_9 = ("what", "copy_seconds", "tier_nbytes", "comes_after", "leaves_before")
@@ -317,6 +317,7 @@ def _weights(fields: Fields) -> Iterator[WeightParking]:
             nbytes=unit.integer("nbytes", 1),
             tier_nbytes=unit.integer("tier_nbytes", unit.integer("nbytes", 1)),
             beside=tuple(unit.strings("beside")),
+            moved_nbytes=unit.integer("moved_nbytes"),
             copy_seconds=unit.number("copy_seconds"),
             seconds=unit.number("seconds"),
         )

@@ -181,8 +181,8 @@ class StateParking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightParking:
-    """The frozen weights of a module are parked in a tier, and on the device only while the module runs. The graph is that of a
-    step in which they are.
+    """The weights of a module are parked in a tier, and on the device only while the module runs, or they are updated. The
+    graph is that of a step in which they are.
 
     module: the module's path in the model.
     tier: the name of the tier.
@@ -190,6 +190,7 @@ class WeightParking:
     tier_nbytes: bytes that they take in the tier.
     beside: for each time that a step copies them to the device, the module that computes meanwhile: the copy begins when the
         weights of that module are there. "": the copy begins when this module is called, or its backward begins.
+    moved_nbytes: bytes that a step copies, both ways.
     copy_seconds: how long the copies of a step take.
     seconds: how long the step waits for them.
     """
@@ -198,9 +199,15 @@ class WeightParking:
     tier: str
     nbytes: int
     beside: tuple[str, ...]
+    moved_nbytes: int
     copy_seconds: float
     seconds: float
     tier_nbytes: int
+
+    @property
+    def are_trained(self) -> bool:
+        """Whether some are copied out, too."""
+        return self.moved_nbytes > len(self.beside) * self.nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +254,7 @@ class Plan:
     tiles: the loss heads that run in tiles. The graph is that of a step in which they do.
     states: the optimizer state and the gradients that are parked until an update reads them. The graph is that of a step in
         which they are.
-    weights: the frozen weights that are on the device only while their module runs. The graph is that of such a step.
+    weights: the weights that are on the device only while their module runs. The graph is that of such a step.
     tier_limits: the most bytes of each tier that the plan could take, with their names; empty where no limit was known.
     addresses: the addresses of a step's requests; None without a planned pool, and until a step by this plan has shown its
         requests.
@@ -332,10 +339,11 @@ def states_text(states: Sequence[StateParking]) -> str:
 
 
 def weights_text(weights: Sequence[WeightParking]) -> str:
-    """A text: how many frozen weights are parked, and where."""
+    """A text: how many weights are parked, and where."""
     nbytes = format_nbytes(sum(unit.nbytes for unit in weights))
     ahead = ", each copied while the one before it computes" if any(any(unit.beside) for unit in weights) else ""
-    return f"the frozen weights of {len(weights)} modules ({nbytes}), in the {weights[0].tier} tier{ahead}"
+    frozen = "" if any(unit.are_trained for unit in weights) else "frozen "
+    return f"the {frozen}weights of {len(weights)} modules ({nbytes}), in the {weights[0].tier} tier{ahead}"
 
 
 def tiles_text(tiles: Sequence[TiledHead]) -> str:

@@ -1,4 +1,4 @@
-"""What a plan parks of what rests most of a step: optimizer state, gradients, frozen weights; and for how long a step waits for
+"""What a plan parks of what rests most of a step: optimizer state, gradients, weights; and for how long a step waits for
 their copies. All of them, and those of saved tensors, share the link (`plan.clocks`).
 """
 
@@ -15,7 +15,7 @@ from lightning_memopt.plan.lower import lower
 from lightning_memopt.plan.model import Plan, StateParking, WeightParking
 from lightning_memopt.plan.states import Chunks, StateOf, in_plan, parked, priced
 from lightning_memopt.plan.updates import names_of, step_of
-from lightning_memopt.plan.weights import UnitOf, in_turn, parked_weights
+from lightning_memopt.plan.weights import UnitOf, in_turn, parked_weights, trained_nbytes_of
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,11 @@ class Rests:
             (*self.states, *self.units), key=lambda each: (each.parking.seconds / each.parking.nbytes, -each.parking.nbytes)
         )
 
+    def trained(self, graph: Graph) -> dict[str, int]:
+        """Name of each parameter that is parked itself -> its bytes."""
+        trained = (graph.tensors[t] for each in self.units for t in each.unit.trained)
+        return {t.name: t.nbytes for t in trained}
+
     def priced(self, graph: Graph, chunks: Chunks) -> Rests:
         """The same, with the seconds for which a step waits in which this is parked, and nothing else. `chunks`: those of the
         update after backward.
@@ -87,7 +92,8 @@ class Rests:
     def in_step(self, graph: Graph, chunks: Chunks) -> Graph:
         """The step of this graph with this parked."""
         step = parked_weights(graph, self.units, self.ahead) if self.units else graph
-        return parked(step, self.states, chunks) if self.states else step
+        trained = self.trained(graph)
+        return parked(step, self.states, chunks, trained) if self.states or trained else step
 
     def in_plan(self, graph: Graph, plan: Plan) -> Rests:
         """The same in a plan, which may update only some parameters early. `graph`: of the step in which all are."""
@@ -98,7 +104,11 @@ class Rests:
         states = (replace(state, parking=parking) for state, parking in zip(self.states, parkings, strict=True))
         here, before = _hidden(step), _hidden(graph)
         less = {tensor: here.get(tensor, 0.0) - seconds for tensor, seconds in before.items()}
-        return replace(self, states=tuple(states))._with_less(graph, less)
+        early, late = set(plan.updates), []
+        for each in self.units:
+            turned = each.unit.is_late(early) and not each.unit.is_late({update.parameter for update in graph.updates})
+            late.append(each.made_late(trained_nbytes_of(graph, each.unit)) if turned else each)
+        return replace(self, states=tuple(states), units=tuple(late))._with_less(graph, less)
 
     def _with_less(self, graph: Graph, less: Mapping[int, float]) -> Rests:
         """A step waits for so much less for the copies of these tensors."""
@@ -130,7 +140,7 @@ def with_rest(plan: Plan, graph: Graph, rests: Rests) -> Plan:
     rests, step = rests.in_plan(graph, plan), step_of(graph, plan)
     each: tuple[StateParking | WeightParking, ...] = (*rests.parked_states, *rests.parked_weights)
     moved_nbytes = sum(2 * state.nbytes for state in rests.parked_states)
-    moved_nbytes += sum(len(unit.beside) * unit.nbytes for unit in rests.parked_weights)
+    moved_nbytes += sum(unit.moved_nbytes for unit in rests.parked_weights)
     seconds, alone = rests.seconds, sum(waits(step))
     # whatever is rebuilt, the step waits for all of these
     alone_for = sum(copy.seconds for copy in step.copies if copy.before == copy.after + 1)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from lightning_memopt.graph import BEFORE, Copy, Graph, Op, Tensor
 from lightning_memopt.plan.model import Read, StateParking
@@ -184,9 +185,9 @@ def copies_of(graph: Graph, states: Sequence[StateOf]) -> Iterator[Copy]:
             yield Copy(tensor=own, lane="out", after=last, before=until, seconds=out, neighbour=neighbour)
 
 
-def parked(graph: Graph, states: Sequence[StateOf], chunks: Chunks) -> Graph:
-    """The step of this graph with these states and gradients in a tier. `chunks`: those of the update after backward. Points
-    and ids are those of `graph`.
+def parked(graph: Graph, states: Sequence[StateOf], chunks: Chunks, trained: Mapping[str, int] = MappingProxyType({})) -> Graph:
+    """The step of this graph with these states and gradients in a tier. `chunks`: those of the update after backward.
+    `trained`: parameters that are parked themselves -> their bytes. Points and ids are those of `graph`.
     """
     tensors = list(graph.tensors)
     ops = list(graph.ops)
@@ -205,6 +206,7 @@ def parked(graph: Graph, states: Sequence[StateOf], chunks: Chunks) -> Graph:
         """Sizes of what is on the device while a chunk is updated."""
         coming = following.parameters if following is not None and following.comes_ahead else ()
         here = [size for name in chunk.parameters for size in sizes_of[name]]
+        here += [trained[name] for name in chunk.parameters if name in trained]
         return [
             *here,
             *(size for name in coming for size in coming_of[name]),

@@ -1,8 +1,11 @@
-"""How a step changes whose frozen weights are parked in a tier, and are on the device only while their module runs.
+"""How a step changes whose weights are parked in a tier, and are on the device only while their module runs.
 
-A *unit* is a module whose frozen weights come and go together: a block of a transformer. They come when it is called, and go
-when the call is over. In backward, they come before the first node of the unit, and go when those of another unit come, or when
-backward is over. So in the graph such a weight is a tensor with windows.
+A *unit* is a module whose weights come and go together: a block of a transformer. They come when it is called, and go when the
+call is over. In backward, they come before the first node of the unit, and go when those of another unit come, or when backward
+is over. So in the graph such a weight is a tensor with windows.
+
+Frozen weights go without a copy: the tier has them. Those that are trained are copied out once a step. An early update writes
+them on the device, before they go. The update after backward reads and writes them in the tier, over the link.
 
 Units may also be copied *ahead*: the copy for a unit begins as soon as the unit before it is there, and runs while that one
 computes. Then two units are on the device at once, and the step waits only for what takes longer than this computing.
@@ -10,9 +13,11 @@ computes. Then two units are on the device at once, and the step waits only for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Protocol
 
 from lightning_memopt.graph import BEFORE, Copy, Graph
 from lightning_memopt.graph.model import around
@@ -23,43 +28,72 @@ from lightning_memopt.units import round_up
 
 @dataclass(frozen=True)
 class Unit:
-    """The frozen weights of a module.
+    """The weights of a module.
 
     path: the module's path in the model.
     weights: ids of their tensors in the graph.
+    trained: those of them that are trained.
     """
 
     path: str
     weights: tuple[int, ...]
+    trained: tuple[int, ...] = ()
+
+    def is_late(self, early: Container[int]) -> bool:
+        """Whether any of its weights is updated after backward. `early`: the parameters that are not."""
+        return any(t not in early for t in self.trained)
 
 
 @dataclass(frozen=True)
 class UnitOf:
-    """The frozen weights of a module of the model, which are parked together.
+    """The weights of a module of the model, which are parked together.
 
     parking: what is parked, and what that costs.
     unit: the same in the graph.
+    back_seconds: how long it takes to copy all of them to the device once.
+    out_seconds: how long it takes to copy those out that are trained.
+    late_seconds: how long it takes to read these in the tier, in an update after backward.
     """
 
     parking: WeightParking
     unit: Unit
+    back_seconds: float = 0.0
+    out_seconds: float = 0.0
+    late_seconds: float = 0.0
+
+    def made_late(self, nbytes: int) -> UnitOf:
+        """The same where so many bytes that are trained are updated after backward, not early."""
+        parking, more = self.parking, self.late_seconds
+        copy_seconds, seconds = parking.copy_seconds + more, parking.seconds + more
+        moved_nbytes = parking.moved_nbytes + nbytes
+        return replace(self, parking=replace(parking, copy_seconds=copy_seconds, seconds=seconds, moved_nbytes=moved_nbytes))
 
 
-def read_units(graph: Graph, weights: Mapping[str, Collection[str]]) -> list[Unit]:
-    """The units whose weights the step reads, all of them. `weights`: path of a module -> names of its frozen weights."""
+def read_units(graph: Graph, weights: Mapping[str, Mapping[str, bool]]) -> list[Unit]:
+    """The units whose weights the step reads, all of them. `weights`: path of a module -> name of each of its weights, and
+    whether it is trained.
+    """
     ids = {t.name: t.id for t in graph.tensors if t.kind == "parameter" and t.storage == t.id}
-    return [Unit(path, tuple(ids[name] for name in own)) for path, own in weights.items() if ids.keys() >= set(own)]
+    units = []
+    for path, own in weights.items():
+        if ids.keys() >= own.keys():
+            trained = tuple(ids[name] for name, is_trained in own.items() if is_trained)
+            units.append(Unit(path, tuple(ids[name] for name in own), trained))
+    return units
 
 
 def movable(graph: Graph, units: Sequence[Unit]) -> tuple[list[Unit], dict[str, str]]:
     """Those of these units that run once in the forward, and once in backward or never, and whose weights nothing else reads.
     And path of each other unit -> why it is none of these.
     """
-    written = {t for op in graph.ops for t, _ in op.mutates}
+    written = {t for op in graph.ops for t, _ in op.mutates if op.phase != "update"}
     readers: dict[int, list[int]] = {}
     for op in graph.ops:
         for t in op.inputs:
             readers.setdefault(t, []).append(op.id)
+
+    def is_update(op: int) -> bool:
+        return graph.ops[op].phase == "update"
 
     def obstacle(unit: Unit) -> str:
         if unit.path not in graph.unbroken:
@@ -67,8 +101,8 @@ def movable(graph: Graph, units: Sequence[Unit]) -> tuple[list[Unit], dict[str, 
         if not written.isdisjoint(unit.weights):
             return "the step writes weights of their modules"
         first, end = graph.unbroken[unit.path]
-        ops = [o for t in unit.weights for o in readers.get(t, ())]
-        elsewhere = any(graph.ops[o].phase == "update" or (o < len(graph.forward) and not first <= o < end) for o in ops)
+        ops = [graph.ops[o] for t in unit.weights for o in readers.get(t, ()) if t not in unit.trained or not is_update(o)]
+        elsewhere = any(op.phase == "update" or (op.phase == "forward" and not first <= op.id < end) for op in ops)
         return "other modules read them, or an update does" if elsewhere else ""
 
     others = {unit.path: why for unit in units if (why := obstacle(unit))}
@@ -117,15 +151,27 @@ def fetches_of(graph: Graph, units: Sequence[Unit], ahead: bool) -> dict[str, tu
     return fetches
 
 
-def all_of(graph: Graph, units: Sequence[Unit], tier: str, in_seconds: Callable[[str, int], float] | None) -> list[UnitOf]:
-    """These units, parked in this tier, if the step waits for all of each copy. `in_seconds`: seconds that a copy of so many
-    bytes from a tier takes; None: copies take none.
-    """
+class Rates(Protocol):
+    """Seconds that copies of so many bytes take, to a tier and back."""
+
+    def out_seconds(self, tier: str, nbytes: int) -> float: ...
+    def in_seconds(self, tier: str, nbytes: int) -> float: ...
+
+
+def all_of(graph: Graph, units: Sequence[Unit], tier: str, rates: Rates | None) -> list[UnitOf]:
+    """These units, parked in this tier, if the step waits for all of each copy. `rates`: None: copies take no time."""
     found = []
-    fetches = fetches_of(graph, units, ahead=False)
+    fetches, early = fetches_of(graph, units, ahead=False), {update.parameter for update in graph.updates}
     for unit in units:
         nbytes = sum(graph.tensors[t].nbytes for t in unit.weights)
-        seconds = 0.0 if in_seconds is None else len(fetches[unit.path]) * in_seconds(tier, nbytes)
+        trained_nbytes = trained_nbytes_of(graph, unit)
+        back = out = late = 0.0
+        if rates is not None:
+            back = rates.in_seconds(tier, nbytes)
+            if trained_nbytes:
+                out, late = rates.out_seconds(tier, trained_nbytes), rates.in_seconds(tier, trained_nbytes)
+        times = len(fetches[unit.path])
+        seconds = times * back + out
         parking = WeightParking(
             module=unit.path,
             tier=tier,
@@ -134,9 +180,16 @@ def all_of(graph: Graph, units: Sequence[Unit], tier: str, in_seconds: Callable[
             copy_seconds=seconds,
             seconds=seconds,
             tier_nbytes=sum(round_up(graph.tensors[t].nbytes, PAGE_NBYTES) for t in unit.weights),
+            moved_nbytes=times * nbytes + trained_nbytes,
         )
-        found.append(UnitOf(parking, unit))
+        each = UnitOf(parking, unit, back, out, late)
+        found.append(each.made_late(trained_nbytes) if unit.is_late(early) else each)
     return found
+
+
+def trained_nbytes_of(graph: Graph, unit: Unit) -> int:
+    """Bytes of its weights that are trained."""
+    return sum(graph.tensors[t].nbytes for t in unit.trained)
 
 
 def in_turn(graph: Graph, units: Sequence[UnitOf], ahead: bool) -> list[UnitOf]:
@@ -164,7 +217,8 @@ def _in_backward(graph: Graph, units: Sequence[Unit]) -> list[tuple[int, Unit]]:
             if unit is not None:
                 yield from ((point, unit) for point in save.unpacked_at)
         for op in graph.ops[forward:]:
-            yield from ((op.at, unit_of_weight[t]) for t in op.inputs if t in unit_of_weight)
+            if op.phase == "backward":
+                yield from ((op.at, unit_of_weight[t]) for t in op.inputs if t in unit_of_weight)
 
     ordered = sorted(needs(), key=lambda need: need[0])
     return [next(group) for _, group in groupby(ordered, key=lambda need: need[1].path)]
@@ -178,13 +232,28 @@ def _paths(graph: Graph, op: int) -> Iterator[str]:
 def parked_weights(graph: Graph, units: Sequence[UnitOf], ahead: bool) -> Graph:
     """The step of this graph with these units in a tier. Points and ids are those of `graph`."""
     tensors, copies = list(graph.tensors), list(graph.copies)
+    versions = defaultdict[int, list[int]](list)
+    for version in graph.tensors:
+        if version.storage != version.id:
+            versions[version.storage].append(version.id)
     fetches = fetches_of(graph, [each.unit for each in units], ahead)
     for each in units:
         own = fetches[each.unit.path]
-        windows = tuple((fetch.begins_at, fetch.ends_at) for fetch in own)
+        last = own[-1].ends_at
         for t in each.unit.weights:
-            tensors[t] = replace(tensors[t], windows=windows, freed_at=windows[-1][1])
-        first, seconds = each.unit.weights[0], each.parking.copy_seconds / len(own)
+            *before, final = ((fetch.begins_at, fetch.ends_at) for fetch in own)
+            until = min(final[1], tensors[t].freed_at)  # an early update makes another version
+            windows = (*before, (final[0], until)) if until >= final[0] else tuple(before)
+            tensors[t] = replace(tensors[t], windows=windows, freed_at=until)
+            for each_version in versions.get(t, ()):
+                updated = tensors[each_version]
+                if updated.born_at <= last:
+                    tensors[each_version] = replace(updated, freed_at=min(updated.freed_at, last))
+                else:  # written in the tier
+                    tensors[each_version] = replace(updated, nbytes=0)
+        first, back, out = each.unit.weights[0], each.back_seconds, each.out_seconds
         for fetch in own:
-            copies.append(Copy(tensor=first, lane="in", after=fetch.begins_at - 1, before=fetch.needed_at, seconds=seconds))
+            copies.append(Copy(tensor=first, lane="in", after=fetch.begins_at - 1, before=fetch.needed_at, seconds=back))
+        if out:
+            copies.append(Copy(tensor=first, lane="out", after=last, before=last + 1, seconds=out))
     return replace(graph, tensors=tuple(tensors), copies=tuple(copies))

@@ -43,6 +43,7 @@ from lightning_memopt.record.tensors import bytes_of, in_shared_memory
 from lightning_memopt.runtime.holders import ALONE, held_by, references, use_counts
 from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
 from lightning_memopt.runtime.parked_gradients import ParkedGradients
+from lightning_memopt.runtime.parked_weights import ParkedWeights
 from lightning_memopt.runtime.state_chunks import Chunks, chunks_of
 from lightning_memopt.runtime.state_dicts import ParkedState
 from lightning_memopt.runtime.tiers import Stored
@@ -86,9 +87,11 @@ class ParkedStates:
         tier: str,
         say: Callable[[str], None],
         gradients: ParkedGradients | None = None,
+        weights: ParkedWeights | None = None,
     ) -> None:
         """`parameters`: parameter -> bytes of its state that are parked, now or after the update that makes it. `gradients`:
-        those that are parked; updates read them in the same chunks.
+        those that are parked; updates read them in the same chunks. `weights`: those that are parked, and are
+        updated in these chunks, too.
         """
         self.optimizer = optimizer
         self.parameters = list(parameters)
@@ -102,6 +105,7 @@ class ParkedStates:
         self._lock = threading.RLock()
         self._nbytes = {id(p): nbytes for p, nbytes in parameters.items()}
         self._gradients = gradients
+        self._weights = weights
         self._following: dict[int, torch.Tensor] = {}
         self._later: frozenset[int] = frozenset()
         self._turns: frozenset[int] = frozenset()
@@ -232,18 +236,21 @@ class ParkedStates:
         """The groups of the step that runs in this frame, in chunks. A chunk's state is parked when the next one begins."""
         groups = self._groups or self.optimizer.param_groups
         self._give_back_groups()  # whatever the step raises, it has them back
-        gradients = self._gradients
-        chunks = chunks_of(groups, self._nbytes if gradients is None else gradients.and_of(self._nbytes))
+        gradients, weights = self._gradients, self._weights
+        nbytes = self._nbytes if gradients is None else gradients.and_of(self._nbytes)
+        if weights is not None:
+            nbytes = weights.and_of(nbytes, (p for group in groups for p in group["params"]))
+        chunks = chunks_of(groups, nbytes)
         with self._update():
             for chunk, following in zip(chunks, [*chunks[1:], None], strict=True):
                 if following is not None and following.comes_ahead:
                     for p in filter(self.has, following.params):
                         self._begin(p)
-                with (
-                    contextlib.nullcontext()
-                    if gradients is None
-                    else gradients.there(chunk.params, bool(chunk.group.get("fused")))
-                ):
+                with contextlib.ExitStack() as there:
+                    if weights is not None:
+                        there.enter_context(weights.there(chunk.params))
+                    if gradients is not None:
+                        there.enter_context(gradients.there(chunk.params, bool(chunk.group.get("fused"))))
                     yield {**chunk.group, "params": chunk.params}
                 held = held_by(step)
                 for p in filter(self.has, chunk.params):

@@ -1,4 +1,4 @@
-"""Frozen weights that are parked in memory beside the device, and are on the device only while their module runs.
+"""Weights that are parked in memory beside the device, and are on the device only while their module runs, or are updated.
 
 A weight that is away is not empty: its storage has the tier's own memory, which the device can read. So whoever reads a weight
 that is away gets its bits, only slower: a node of backward that runs in another order, a checkpoint, a loop that logs a norm.
@@ -8,7 +8,8 @@ A weight may be copied ahead of its module, on a stream of its own, while anothe
 stays away: its storage has the tier's memory.
 
 W1. The tier has a weight's bytes before its storage gets the tier's memory, and keeps them until the run is over.
-W2. A weight that was written while it was on the device is copied to the tier before the device's memory is freed.
+W2. A weight that was written while it was on the device, or may have been, is copied to the tier before the device's memory is
+    freed. Where that fails, it stays.
 W3. At the end of a run all weights are on the device again, in memory of torch's allocator.
 W4. A copy ahead begins after all work that was queued on the current stream, so after that which used its memory before. The
     module's work begins after the copy, and so does whatever gets this memory next. If the weight was written meanwhile, it is
@@ -21,7 +22,7 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -31,6 +32,7 @@ from torch import nn
 from lightning_memopt.device.backends import backend_of
 from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import OffloadError
+from lightning_memopt.logs import silent
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import WeightParking
 from lightning_memopt.record import beneath_calls, fills, uncompiled, unwatched
@@ -62,10 +64,11 @@ class _Weight:
         self._weight = weight
         self._native = native
         self._bytes = bytes_of(weight)  # a tensor on the storage
-        memory = shelf.put(self._bytes, shelf.take(weight.nbytes), "frozen weights")
-        self._there, self._beside = storage_on(memory), storage_on(memory)  # beside: has the memory that the storage has not
+        self._shelf, self._offset = shelf, shelf.take(weight.nbytes)
+        self._copy_out()
         self._version = weight._version
-        self._away_at, self._here_at = self._beside.data_ptr(), 0
+        self._here_at = 0
+        self._may_be_written = False
         self._coming: torch.Tensor | None = None  # gets a copy ahead
         self._copied_version: int | None = None  # what the copy ahead has, once it is queued
         weakref.finalize(self, AWAY.discard, storage_id(self._bytes)).atexit = False  # another storage may get this identity
@@ -74,6 +77,14 @@ class _Weight:
     @property
     def nbytes(self) -> int:
         return self._there.numel()
+
+    @property
+    def identity(self) -> int:
+        return id(self._weight)
+
+    @property
+    def is_trained(self) -> bool:
+        return self._weight.requires_grad
 
     @property
     def is_away(self) -> bool:
@@ -90,6 +101,11 @@ class _Weight:
         with unwatched():  # whose address others have, is never dropped
             storage = self._bytes.untyped_storage()
             return storage.data_ptr() == address and storage.nbytes() == self.nbytes
+
+    def _copy_out(self) -> None:
+        memory = self._shelf.put(self._bytes, self._offset, "weights")
+        self._there, self._beside = storage_on(memory), storage_on(memory)  # beside: has the memory that the storage has not
+        self._away_at = self._beside.data_ptr()
 
     def _leave(self) -> None:
         freed_in_order(self._bytes)
@@ -133,12 +149,22 @@ class _Weight:
         with unobserved(self._bytes.device):
             return torch.empty(self.nbytes, dtype=torch.uint8, device=self._bytes.device)
 
-    def drop(self, changed: bool = False) -> None:
-        """`changed`: it may have been written where no version counter shows it."""
-        if self._is_at(self._here_at):
-            if changed or self._written():
-                self._there.copy_(self._bytes)  # W2
-            self._leave()
+    def is_updated(self) -> None:
+        """An update writes it now, perhaps where no version counter shows it."""
+        self._may_be_written = not self.is_away
+
+    def drop(self, changed: bool = False) -> int:
+        """`changed`: it may have been written where no version counter shows it. Returns the bytes that were copied to the
+        tier. Raises OffloadError where they cannot be.
+        """
+        if not self._is_at(self._here_at):
+            return 0
+        self._may_be_written = copied = changed or self._may_be_written or self._written()
+        if copied:
+            self._copy_out()  # W2
+            self._may_be_written = False
+        self._leave()
+        return self.nbytes if copied else 0
 
     def _written(self) -> bool:
         """Whether the device's memory has other bytes than the tier's. Writes through `.data` and NumPy, and `_foreach_` ops of
@@ -153,7 +179,8 @@ class _Weight:
 
     def close(self) -> None:
         """W3."""
-        self.drop()
+        with contextlib.suppress(OffloadError):
+            self.drop()
         if self.is_away:
             home = torch.empty(self.nbytes, dtype=torch.uint8, device=self._bytes.device)
             home.copy_(self._there)
@@ -202,6 +229,12 @@ class _Unit:
     def tier_nbytes(self) -> int:
         return on_shelf(weight.nbytes for weight in self._weights)
 
+    def trained(self) -> Iterator[tuple[int, _Weight]]:
+        """Identity of each parameter that is trained, and its weight."""
+        for weight in self._weights:
+            if weight.is_trained:
+                yield weight.identity, weight
+
     @property
     def away_nbytes(self) -> int:
         return sum(weight.nbytes for weight in self._weights if weight.is_away)
@@ -237,10 +270,10 @@ class _Unit:
             for weight in self._weights:
                 weight.stop()
 
-    def drop(self, changed: bool = False) -> None:
+    def drop(self, changed: bool = False) -> int:
+        """Returns the bytes that were copied to the tier. Raises OffloadError where some cannot be: they stay on the device."""
         with below_autograd(), unwatched():
-            for weight in self._weights:
-                weight.drop(changed)
+            return sum([weight.drop(changed) for weight in self._weights])
 
     def close(self) -> None:
         """W3. May be called again: a weight for which there is no room raises, and stays in the tier."""
@@ -254,18 +287,24 @@ class _Unit:
 
 
 class ParkedWeights:
-    """Frozen weights of some modules that are parked: none at first.
+    """Weights of some modules that are parked: none at first.
 
-    moved_nbytes: bytes that were fetched so far.
+    moved_nbytes: bytes that were copied so far, both ways.
+
+    Many methods: units come and go with calls, with backward and with updates, and are copied ahead.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None] = silent) -> None:
+        """`say`: tells the user a line."""
         self.moved_nbytes = 0
+        self._say = say
+        self._said = False
         self._lock = threading.RLock()
         self._in_backward: _Unit | None = None
         self._coming: _Unit | None = None
         self._streams: dict[torch.device, Any] = {}  # for copies ahead
         self._units: dict[str, _Unit] = {}
+        self._trained: dict[int, _Weight] = {}  # by the identity of the parameter
 
     @property
     def paths(self) -> frozenset[str]:
@@ -302,7 +341,8 @@ class ParkedWeights:
         return path in self._units and self._units[path].has(module, weights)
 
     def copy_ahead(self, weights: Iterable[WeightParking]) -> None:
-        """From now on, copy these weights ahead where they say so, and no others."""
+        """From now on, copy these weights ahead where they say so, and no others. All that are parked are known."""
+        self._trained = dict(pair for unit in self._units.values() for pair in unit.trained())
         for unit in self._units.values():
             unit.next = {}
         for parking in weights:
@@ -320,6 +360,7 @@ class ParkedWeights:
         for path in tuple(paths):
             self._units[path].close()
             del self._units[path]
+        self._trained = dict(pair for unit in self._units.values() for pair in unit.trained())
         for unit in self._units.values():
             unit.next = {}
 
@@ -338,12 +379,50 @@ class ParkedWeights:
             unit, self._in_backward = self._in_backward, None
             self._stop_copying()
             if unit is not None and not unit.calls:
-                unit.drop(raised)
+                self._drop(unit, raised)
 
     def _stop_copying(self) -> None:
         if self._coming is not None:
             self._coming.stop()
             self._coming = None
+
+    # -- weights are updated -------------------------------------------------------------------------
+
+    def and_of(self, nbytes: Mapping[int, int], parameters: Iterable[torch.Tensor]) -> dict[int, int]:
+        """Identity of a parameter -> these bytes, and those of the parameter itself if it is one of these and parked."""
+        own = {id(p): self._trained[id(p)].nbytes for p in parameters if id(p) in self._trained}
+        return {key: own.get(key, 0) + nbytes.get(key, 0) for key in own.keys() | nbytes.keys()}
+
+    @property
+    def trained(self) -> Set[int]:
+        """Identities of the parameters that are parked and trained."""
+        return self._trained.keys()
+
+    def is_updated(self, p: torch.Tensor) -> None:
+        """A parameter is about to be updated in backward."""
+        weight = self._trained.get(id(p))
+        if weight is not None:
+            with below_autograd():
+                weight.is_updated()
+
+    @contextlib.contextmanager
+    def there(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Within, these parameters are on the device, and are updated. Where there is no room for one, it is updated where it
+        is.
+        """
+        weights = [self._trained[id(p)] for p in parameters if id(p) in self._trained]
+        with self._lock, below_autograd(), unwatched(), contextlib.suppress(torch.OutOfMemoryError):
+            for weight in weights:
+                self.moved_nbytes += weight.nbytes if weight.is_away else 0
+                weight.fetch()
+                weight.is_updated()
+        yield
+        with self._lock, below_autograd(), unwatched():
+            for weight in weights:
+                try:
+                    self.moved_nbytes += weight.drop()
+                except OffloadError as error:
+                    self._tell(error)
 
     # -- a unit runs ---------------------------------------------------------------------------------
 
@@ -374,7 +453,19 @@ class ParkedWeights:
         with self._lock:
             unit.calls -= 1
             if not unit.calls and unit is not self._in_backward:
-                unit.drop()
+                self._drop(unit)
+
+    def _drop(self, unit: _Unit, changed: bool = False) -> None:
+        try:
+            self.moved_nbytes += unit.drop(changed)
+        except OffloadError as error:
+            self._tell(error)
+
+    def _tell(self, error: OffloadError) -> None:
+        """Say once that weights cannot leave."""
+        if not self._said:
+            self._said = True
+            self._say(f"MemOpt: weights that the plan parks stay on the device: {error}")
 
     def _fetch(self, unit: _Unit, direction: Direction) -> None:
         if self._coming is not unit:
@@ -388,7 +479,7 @@ class ParkedWeights:
         except BaseException:
             self._stop_copying()
             if not unit.calls:
-                unit.drop()
+                self._drop(unit)
             raise
         self.moved_nbytes += nbytes
 
@@ -412,7 +503,7 @@ class ParkedWeights:
             if before is None:
                 queue_callback(partial(self.backward_ended, False))
             elif not before.calls:
-                before.drop()
+                self._drop(before)
             self._fetch(unit, "backward")
 
 
@@ -457,7 +548,6 @@ def copies_overlap(device: torch.device) -> bool:
 def may_be_parked(weight: torch.Tensor) -> bool:
     return (
         has_plain_bytes(weight)
-        and not weight.requires_grad
         and fills(weight)
         and weight.nbytes > 0
         and not in_shared_memory(weight)

@@ -1,4 +1,4 @@
-"""What rests most of a step, and may be elsewhere meanwhile: optimizer state and frozen weights. A session parks some of it.
+"""What rests most of a step, and may be elsewhere meanwhile: optimizer state, gradients and weights. A session parks some.
 
 A step is solved for as it is, and with everything parked that can be. If only the second keeps the budget, or keeps it in less
 time, as much is parked as makes the step fastest.
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
+import torch
 from torch import nn, optim
 
 from lightning_memopt.device.kinds import kind_of
@@ -26,6 +27,7 @@ from lightning_memopt.plan.simulate import fixed_levels
 from lightning_memopt.plan.states import StateOf, parked
 from lightning_memopt.plan.tiers import tier_budget
 from lightning_memopt.plan.weights import UnitOf
+from lightning_memopt.runtime.early_updates import EarlyUpdates
 from lightning_memopt.runtime.parked_weights import copies_overlap
 from lightning_memopt.session.judge.states import Running
 from lightning_memopt.session.observe.accumulated import Kept
@@ -146,7 +148,7 @@ class AtRest(Part):
         parked.
         """
         self.states = StatesAtRest(model, optimizers, offloading, alone, say, parts, kept)
-        self.weights = WeightsAtRest(model, offloading, alone, say, parts, written)
+        self.weights = WeightsAtRest(model, offloading, alone, say, parts, written, self.states.in_chunks)
         self._offloading = offloading
         self._observed: tuple[StateParking, ...] = ()
         self._before: list[Plan] = []  # of the last step
@@ -177,7 +179,7 @@ class AtRest(Part):
         if isinstance(state, Running):
             self._put(state)
         else:
-            self.states.put(self._observed)
+            self.states.put(self._observed, self.weights.parked)
 
     def step_ended(self, planned: Sequence[object]) -> None:
         self._before = [state.plan for state in planned if isinstance(state, Running)]
@@ -196,10 +198,21 @@ class AtRest(Part):
         more_nbytes = _tier_nbytes((*states.values(), *weights.values())) - _tier_nbytes((*plan.states, *plan.weights))
         if limit is None or plan.predicted.tier_nbytes + more_nbytes <= limit:
             self.weights.put(tuple(weights.values()))
-            self.states.put(tuple(states.values()))
+            self.states.put(tuple(states.values()), self.weights.parked)
         else:
             self.weights.put(plan.weights)
-            self.states.put(plan.states)
+            self.states.put(plan.states, self.weights.parked)
+
+    def also_in_backward(self, updates: EarlyUpdates | None) -> None:
+        """These updates read state, and write weights, too."""
+        if updates is not None and self._offloading.tier:
+            updates.around = self._updating
+
+    def _updating(self, p: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        """Around the update of a parameter in backward."""
+        if self.weights.parked is not None:
+            self.weights.parked.is_updated(p)
+        return self.states.updating(p)
 
     @property
     def moved_nbytes(self) -> int:
@@ -300,10 +313,10 @@ class AtRest(Part):
 
     def _priced(self, graph: Graph, rests: Rests) -> Rests:
         """The same, priced for a step in which only this is parked."""
-        return rests.priced(graph, self.states.chunks(graph, rests.states))
+        return rests.priced(graph, self.states.chunks(graph, rests))
 
     def _in_step(self, graph: Graph, rests: Rests) -> Graph:
-        return rests.in_step(graph, self.states.chunks(graph, rests.states))
+        return rests.in_step(graph, self.states.chunks(graph, rests))
 
     def _enough(self, graph: Graph, frontier: Frontier, rests: Rests, limit_nbytes: int) -> Rests:
         """What to park for the fastest step within the limit."""
@@ -313,7 +326,7 @@ class AtRest(Part):
             beside_nbytes = max(0, plan.predicted.needed_nbytes - plan.predicted.peak_nbytes)
             return simulate(step, plan.lives).predicted.peak_nbytes + beside_nbytes
 
-        chunks = self.states.chunks(graph, rests.states)
+        chunks = self.states.chunks(graph, rests)
         found = least_parked(frontier, rests, chunks, limit_nbytes, needed_nbytes)
         return rests if found is None else found[0]
 

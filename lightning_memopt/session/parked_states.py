@@ -19,13 +19,15 @@ from lightning_memopt.errors import OffloadError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import StateParking
 from lightning_memopt.plan.model import Read
+from lightning_memopt.plan.resting import Rests
 from lightning_memopt.plan.states import Chunk, StateOf, may_be_parked, priced
 from lightning_memopt.plan.tiers import taken
 from lightning_memopt.record import parameters_of
-from lightning_memopt.runtime.early_updates import ALLOWED, EarlyUpdates, Reason, of_step
+from lightning_memopt.runtime.early_updates import ALLOWED, Reason, of_step
 from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
 from lightning_memopt.runtime.parked_gradients import ParkedGradients
 from lightning_memopt.runtime.parked_states import ParkedStates, parkable
+from lightning_memopt.runtime.parked_weights import ParkedWeights
 from lightning_memopt.runtime.state_chunks import chunks_of
 from lightning_memopt.runtime.tiers import Tier
 from lightning_memopt.runtime.tiers.shelf import on_shelf
@@ -82,6 +84,7 @@ class StatesAtRest(Part):
         self._say = say
         self._said: set[str] = set()
         self._states: tuple[StateParking, ...] = ()
+        self._trained = frozenset[int]()
         self._depot = Depot()
         self._parked: list[ParkedStates] = []
         self._compiled = self._hooked = False
@@ -89,21 +92,23 @@ class StatesAtRest(Part):
 
     # -- moments of a step -------------------------------------------------------------------------
 
-    def put(self, states: tuple[StateParking, ...]) -> None:
-        """These states are parked from now on, and no others."""
+    def put(self, states: tuple[StateParking, ...], weights: ParkedWeights | None = None) -> None:
+        """These states are parked from now on, and no others. `weights`: those that are parked."""
         if self._compiled:
             states = ()
-        changed = states != self._states
+        trained = frozenset[int]() if weights is None else frozenset(weights.trained)
+        changed = (states, trained) != (self._states, self._trained)
         if changed:
             now, wanted = _nbytes_of(self._states), _nbytes_of(states)
-            if wanted and wanted.items() <= now.items():  # a plan follows steps that parked everything: the rest stays away
+            # a plan follows steps that parked everything: the rest stays away
+            if wanted and wanted.items() <= now.items() and trained == self._trained:
                 self._states = states
                 named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
                 for each in self._parked if len(wanted) < len(now) else ():
                     each.keep(*(_of(states, what, named).keys() for what in get_args(Read)))
             else:
                 self.close()
-                self._begin(states)
+                self._begin(states, weights, trained)
         beside = any(state.leaves_before for state in states)
         hooked, self._hooked = self._hooked, beside and any(map(has_backward_hooks, self.model.modules()))
         if changed or hooked != self._hooked:
@@ -119,12 +124,7 @@ class StatesAtRest(Part):
             if each.optimizer is optimizer:
                 each.step_begins()
 
-    def also_in_backward(self, updates: EarlyUpdates | None) -> None:
-        """These updates read state, too."""
-        if updates is not None and self.offloading.tier:
-            updates.around = self._updating
-
-    def _updating(self, p: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    def updating(self, p: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         """Around the update of a parameter in backward."""
         each = next((each for each in self._parked if each.has(p)), None)
         return contextlib.nullcontext() if each is None else each.updating(p)
@@ -151,16 +151,16 @@ class StatesAtRest(Part):
             self._parked.pop()
         if all_there:
             self._depot.close()
-        self._depot, self._states = Depot(), ()
+        self._depot, self._states, self._trained = Depot(), (), frozenset[int]()
 
-    def _begin(self, states: tuple[StateParking, ...]) -> None:
-        """Park these states from now on, also those that the next update will make."""
-        self._states = states
-        if not states:
+    def _begin(self, states: tuple[StateParking, ...], weights: ParkedWeights | None, trained: frozenset[int]) -> None:
+        """Park these states from now on, also those that the next update will make. `trained`: see `ParkedWeights`."""
+        self._states, self._trained = states, trained
+        if not states and not trained:
             return
         named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
         of_state, of_gradient = (_of(states, what, named) for what in get_args(Read))
-        tier, room = states[0].tier, sum(state.tier_nbytes for state in states if state.what == "state")
+        tier, room = self.offloading.tier, sum(state.tier_nbytes for state in states if state.what == "state")
 
         def new_tier(name: str) -> Tier:
             return self.offloading.depots.tier(name, room)
@@ -170,9 +170,9 @@ class StatesAtRest(Part):
             own = parameters_of(optimizer)
             state = {p: of_state[p] for p in own if p in of_state}
             gradient = {p: of_gradient.pop(p) for p in own if p in of_gradient}
-            if state or gradient:
+            if state or gradient or not trained.isdisjoint(map(id, own)):
                 parked_gradients = self._gradients(optimizer, gradient)
-                self._parked.append(ParkedStates(optimizer, state, self._depot, tier, self._say, parked_gradients))
+                self._parked.append(ParkedStates(optimizer, state, self._depot, tier, self._say, parked_gradients, weights))
 
     def _copy_beside_backward(self) -> None:
         """Copies run beside backward where the states say so, unless a module has hooks there, which may write what is being
@@ -218,7 +218,7 @@ class StatesAtRest(Part):
             other = found.get(name)  # of another optimizer
             found[name] = state if other is None else other.and_of(state)
         states = may_be_parked(graph, [*found.values(), *self._gradients_of(graph, timed)])
-        return priced(graph, states, self.chunks(graph, states))
+        return priced(graph, states, self.chunks(graph, Rests(tuple(states))))
 
     def _gradients_of(self, graph: Graph, timed: bool) -> Iterator[StateOf]:
         """All gradients that can be parked. `timed`: with the seconds of copies."""
@@ -339,6 +339,10 @@ class StatesAtRest(Part):
             )
         return reasons
 
+    def in_chunks(self) -> set[int]:
+        """Identities of the parameters that updates after backward take a few at a time."""
+        return {id(p) for each in self.optimizers if not self._reasons(each) for p in parameters_of(each)}
+
     def _tell(self, reason: Reason) -> None:
         """Say once why state is not parked."""
         if self._is_new(reason.what):
@@ -350,10 +354,10 @@ class StatesAtRest(Part):
         self._said.add(what)
         return new
 
-    def chunks(self, graph: Graph, states: Sequence[StateOf]) -> list[list[Chunk]]:
-        """The chunks of each optimizer's step in which these states are parked."""
-        nbytes = Counter[str]()
-        for state in states:
+    def chunks(self, graph: Graph, rests: Rests) -> list[list[Chunk]]:
+        """The chunks of each optimizer's step in which this is parked."""
+        nbytes = Counter[str](rests.trained(graph))
+        for state in rests.states:
             nbytes[state.parking.parameter] += state.parking.nbytes
         names = {id(p): name for name, p in self.model.named_parameters() if name in nbytes}
         device, rounded = self.offloading.device, kind_of(graph.device).allocated_nbytes

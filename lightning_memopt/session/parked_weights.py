@@ -1,4 +1,4 @@
-"""Frozen weights that a session parks, and that are on the device only while their module runs: which of them can be parked.
+"""Weights that a session parks, and that are on the device only while their module runs: which of them can be parked.
 
 A weight that is away can be read (runtime/parked_weights.py). So weights stay away in observed steps, too.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
 import torch
-from torch import nn
+from torch import nn, optim
 
 from lightning_memopt.device.places import is_on, on_host
 from lightning_memopt.errors import OffloadError
@@ -18,9 +18,10 @@ from lightning_memopt.plan import WeightParking
 from lightning_memopt.plan.weights import Unit, UnitOf, all_of, movable, read_units
 from lightning_memopt.record import compiled_modules
 from lightning_memopt.runtime.early_updates import Reason
-from lightning_memopt.runtime.frozen_units import frozen_units
 from lightning_memopt.runtime.parked import LEAST_NBYTES
 from lightning_memopt.runtime.parked_weights import ParkedWeights, may_be_parked, placed_in
+from lightning_memopt.runtime.weight_units import weight_units
+from lightning_memopt.session.measure.peak_meter import in_compiled_code
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parking.readable import obstacle
 from lightning_memopt.session.parts import Part, Parts
@@ -28,13 +29,16 @@ from lightning_memopt.torch_private import storage_id
 from lightning_memopt.units import format_nbytes
 
 Say = Callable[[str], None]
+_Now = tuple[tuple[str, ...], tuple[WeightParking, ...], list[tuple[int, int, bool]]]
+"""What is parked, and the parameters that there were then: identities of each and its storage, and whether it was trained."""
 _COMPILED = Reason("compiled code does not say when it reads them", "Train without torch.compile")
 
 
 class WeightsAtRest(Part):
-    """The frozen weights of a session that its plans park.
+    """The weights of a session that its plans park.
 
     model, offloading: those of the session.
+    parked: those that are parked now; None if none ever was.
     """
 
     def __init__(
@@ -45,26 +49,36 @@ class WeightsAtRest(Part):
         say: Say,
         parts: Parts,
         written: AbstractSet[int],
+        in_chunks: Callable[[], AbstractSet[int]],
     ) -> None:
-        """`alone`, `parts`, `written`: see `AtRest`."""
+        """`alone`, `parts`, `written`: see `AtRest`. `in_chunks`: identities of the parameters that updates after backward take
+        a few at a time.
+        """
         if offloading.tier:
             parts.add(self)
         self.model = model
         self.offloading = offloading
         self._alone = alone
         self._written = written
+        self._in_chunks = in_chunks
         self._say = say
         self._said: set[str] = set()
-        self._parked = placed_in(model)
-        self._placed = frozenset[str]() if self._parked is None else self._parked.paths  # before the run
-        # what is parked, and which frozen weights there were then, with their storages
-        self._now: tuple[tuple[str, ...], tuple[WeightParking, ...], list[tuple[int, int]]] = (tuple(self._placed), (), [])
+        self.parked = placed_in(model)
+        self._placed = frozenset[str]() if self.parked is None else self.parked.paths  # before the run
+        # what is parked, and which weights there were then, with their storages, and whether they were trained
+        self._now: tuple[tuple[str, ...], tuple[WeightParking, ...], list[tuple[int, int, bool]]] = (
+            tuple(self._placed),
+            (),
+            [],
+        )
 
     # -- moments of a step -------------------------------------------------------------------------
 
-    def update_begins(self, optimizer: torch.optim.Optimizer, own: bool, closure: bool) -> None:
-        if self._parked is not None:
-            self._parked.backward_ended()
+    def update_begins(self, optimizer: optim.Optimizer, own: bool, closure: bool) -> None:
+        if self.parked is not None:
+            self.parked.backward_ended()
+            if own and in_compiled_code() and self.parked.trained:  # its step has their addresses
+                self._put(tuple(path for path in self._now[0] if path in self._units()), self._now[1])
 
     def put(self, weights: tuple[WeightParking, ...]) -> None:
         """These weights are parked from now on, and no others."""
@@ -75,39 +89,39 @@ class WeightsAtRest(Part):
         self._put(paths, ())
 
     def _put(self, paths: tuple[str, ...], weights: tuple[WeightParking, ...]) -> None:
-        frozen = [(id(p), storage_id(p)) for p in self._frozen_now()] if paths else []
-        if (paths, weights, frozen) == self._now:
+        now = [(id(p), storage_id(p), p.requires_grad) for p in self.model.parameters()] if paths else []
+        if (paths, weights, now) == self._now:
             return
-        self._now = paths, weights, frozen
-        units = frozen_units(self.model, self.offloading.device) if paths else {}
-        if self._parked is None:
-            self._parked = ParkedWeights()
+        self._now = paths, weights, now
+        units = self._units() if paths else {}
+        if self.parked is None:
+            self.parked = ParkedWeights(self._say)
         wanted = {path: (self.model.get_submodule(path), list(units[path].values())) for path in paths if path in units}
-        stays = [path for path in wanted if self._parked.has(path, *wanted[path])]
-        self._parked.home(self._parked.paths.difference(stays))
+        stays = [path for path in wanted if self.parked.has(path, *wanted[path])]
+        self.parked.home(self.parked.paths.difference(stays))
         try:
             for path in wanted:
-                if path not in self._parked.paths:
+                if path not in self.parked.paths:
                     depots = self.offloading.depots
                     depots.make_room(self.offloading.tier, sum(w.nbytes for w in wanted[path][1]))
-                    self._parked.put(path, *wanted[path], depots.directory, depots.limit_nbytes)
+                    self.parked.put(path, *wanted[path], depots.directory, depots.limit_nbytes)
         except OffloadError as error:
             if self._is_new(str(error)):
-                self._say(f"MemOpt: frozen weights that the plan parks stay on the device: {error}")
-        self._parked.copy_ahead(weights)
+                self._say(f"MemOpt: weights that the plan parks stay on the device: {error}")
+        self.parked.copy_ahead(weights)
 
     @property
     def tier_nbytes(self) -> int:
         """Bytes that parked weights take in the tier."""
-        return 0 if self._parked is None else self._parked.tier_nbytes
+        return 0 if self.parked is None else self.parked.tier_nbytes
 
     @property
     def moved_nbytes(self) -> int:
         """Bytes that were fetched so far."""
-        return 0 if self._parked is None else self._parked.moved_nbytes
+        return 0 if self.parked is None else self.parked.moved_nbytes
 
     def close(self) -> None:
-        if self._parked is not None:
+        if self.parked is not None:
             self.put_modules(tuple(self._placed))
 
     def tell_of_placed(self) -> None:
@@ -121,21 +135,22 @@ class WeightsAtRest(Part):
     # -- the plan ----------------------------------------------------------------------------------
 
     def found(self, graph: Graph, timed: bool = True) -> list[UnitOf]:
-        """All frozen weights that can be parked. `timed`: with the seconds of copies."""
+        """All weights that can be parked. `timed`: with the seconds of copies."""
         units = self.may_be_parked()
         if not units:
             return []
         can_move, _ = self._movable(graph, units)
-        return all_of(graph, can_move, self.offloading.tier, self.offloading.rates.in_seconds if timed else None)
+        return all_of(graph, can_move, self.offloading.tier, self.offloading.rates if timed else None)
 
     def _movable(self, graph: Graph, units: dict[str, dict[str, torch.Tensor]]) -> tuple[list[Unit], dict[str, str]]:
         # the graph does not say it of writes through `weight.data`, and no version counter does
         written = {path for path, own in units.items() if any(storage_id(w) in self._written for w in own.values())}
-        can_move, why = movable(graph, [unit for unit in read_units(graph, units) if unit.path not in written])
+        named = {path: {name: w.requires_grad for name, w in own.items()} for path, own in units.items() if path not in written}
+        can_move, why = movable(graph, read_units(graph, named))
         return can_move, why | dict.fromkeys(written, "the step writes weights of their modules")
 
     def tell_of_others(self, graph: Graph) -> None:
-        """A budget is missed, or the least is looked for: tell which frozen weights cannot be parked, and why."""
+        """A budget is missed, or the least is looked for: tell which weights cannot be parked, and why."""
         units = self.may_be_parked()
         can_move, why = self._movable(graph, units)
         known = {*why, *(unit.path for unit in can_move)}
@@ -154,19 +169,23 @@ class WeightsAtRest(Part):
     def _stay(self, weights: Sequence[torch.Tensor], why: str) -> None:
         nbytes = sum(w.nbytes for w in weights)
         if nbytes >= LEAST_NBYTES and self._is_new(why):
-            self._say(f"MemOpt: frozen weights stay on the device ({format_nbytes(nbytes)}): {why}")
+            self._say(f"MemOpt: weights stay on the device ({format_nbytes(nbytes)}): {why}")
 
     def may_be_parked(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Path of a module -> its frozen weights by name; nothing where none can be parked, and then a line says why."""
-        units = frozen_units(self.model, self.offloading.device) if self.offloading.tier else {}
+        """Path of a module -> its weights by name; nothing where none can be parked, and then a line says why."""
+        units = self._units() if self.offloading.tier else {}
         if sum(w.nbytes for own in units.values() for w in own.values()) < LEAST_NBYTES:
             return {}
         reason = obstacle(self.offloading, self._alone()) or (_COMPILED if compiled_modules(self.model) else None)
         if reason is None:
             return units
         if self._is_new(reason.what):
-            self._say(f"MemOpt: frozen weights are not parked: {reason.what}. {reason.fix}.")
+            self._say(f"MemOpt: weights are not parked: {reason.what}. {reason.fix}.")
         return {}
+
+    def _units(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Path of a module -> its weights by name."""
+        return weight_units(self.model, self.offloading.device, self._in_chunks())
 
     def _frozen_now(self) -> list[torch.Tensor]:
         return [p for p in self.model.parameters() if not p.requires_grad]

@@ -150,7 +150,7 @@ class Session:
         early = wanted(self.model, self.optimizers, self.config, reasons, self.say) if self.enabled else None
         self._parts.drop(self._early)
         self._early = None if early is None else self._parts.add(early, first=True)  # it may raise, and must be ended
-        self._at_rest.states.also_in_backward(None if early is None else early.updates)
+        self._at_rest.also_in_backward(None if early is None else early.updates)
         if early is not None and self.given is not None:
             early.adopt(names_of(self.given[1], self.given[0].updates))
 

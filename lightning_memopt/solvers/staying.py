@@ -47,7 +47,9 @@ def staying(
     points = [max(1, sum(last - first + 1 for first, last in own)) for own in spans]
     by_points = [price / count for price, count in zip(by_bytes, points, strict=True)]
     usual = [] if graph.updates else [t for t in graph.tensors if t.name == PARKED_STATE and t.nbytes]
-    tries = [_filled(room.copy(), parked, spans, _Updates(usual, chunks, parked), each) for each in (by_bytes, by_points)]
+    tries = [
+        _filled(room.copy(), parked, spans, _Updates(graph, usual, chunks, parked), each) for each in (by_bytes, by_points)
+    ]
     best = max(tries, key=lambda found: sum(parked[place].parking.seconds for place in found))
     return [parked[place] for place in best]
 
@@ -100,8 +102,9 @@ class _Updates:
     nbytes: what it has there now: the largest chunk, and what comes ahead.
     """
 
-    def __init__(self, usual: Sequence[Tensor], chunks: Chunks, parked: Sequence[StateOf | UnitOf]) -> None:
+    def __init__(self, graph: Graph, usual: Sequence[Tensor], chunks: Chunks, parked: Sequence[StateOf | UnitOf]) -> None:
         """`usual`: the tensors that the step has for it; none if it is not known, and then nothing is taken from it."""
+        self._graph = graph
         nbytes = Counter[Span]()
         for t in usual:
             nbytes[max(0, t.born_at), t.freed_at] += t.nbytes
@@ -119,22 +122,24 @@ class _Updates:
         for each in parked:
             self._add(each, 1)
 
-    def _places(self, each: StateOf | UnitOf) -> list[int]:
-        """The chunks for which it is on the device."""
-        i = self._of.get(each.parking.parameter) if isinstance(each, StateOf) else None
-        if i is None or isinstance(each, UnitOf):
+    def _places(self, each: StateOf | UnitOf) -> list[tuple[int, int]]:
+        """The chunks for which it is on the device, and the bytes that they have of it."""
+        if isinstance(each, UnitOf):
+            trained = (self._graph.tensors[t] for t in each.unit.trained)
+            return [(self._of[t.name], t.nbytes) for t in trained if t.name in self._of]
+        i, nbytes = self._of.get(each.parking.parameter), sum(each.sizes)
+        if i is None:
             return []
         before = self._before[i] if each.parking.what == "state" else None
-        return [i] if before is None else [before, i]
+        return [(i, nbytes)] if before is None else [(before, nbytes), (i, nbytes)]
 
     def _add(self, each: StateOf | UnitOf, sign: int) -> None:
-        for i in self._places(each):
-            assert isinstance(each, StateOf)
-            self._all[i] += sign * sum(each.sizes)
+        for i, nbytes in self._places(each):
+            self._all[i] += sign * nbytes
 
     def without(self, each: StateOf | UnitOf) -> int:
         """Bytes by which it has less if this stays."""
-        if not self.spans or all(self._all[i] < self.nbytes for i in self._places(each)):
+        if not self.spans or all(self._all[i] < self.nbytes for i, _ in self._places(each)):
             return 0  # another chunk is the largest
         self._add(each, -1)
         now = max(self._all)

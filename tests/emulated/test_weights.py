@@ -136,7 +136,7 @@ def test_a_backward_that_raises_loses_no_write() -> None:
 def in_backward(path: str, beside: str) -> WeightParking:
     """It is copied ahead in backward."""
     return WeightParking(
-        module=path, tier="host", nbytes=1, tier_nbytes=4096, beside=("", beside), copy_seconds=0.0, seconds=0.0
+        module=path, tier="host", nbytes=1, tier_nbytes=4096, beside=("", beside), moved_nbytes=2, copy_seconds=0.0, seconds=0.0
     )
 
 
@@ -146,7 +146,9 @@ def test_blocks_that_are_called_on_streams_of_their_own(then: str) -> None:
     install_native(lambda line: None)
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(256, 256, device="cuda") for _ in range(3))).requires_grad_(False)
-    ahead = WeightParking(module="1", tier="host", nbytes=1, tier_nbytes=4096, beside=("0",), copy_seconds=0.0, seconds=0.0)
+    ahead = WeightParking(
+        module="1", tier="host", nbytes=1, tier_nbytes=4096, beside=("0",), moved_nbytes=1, copy_seconds=0.0, seconds=0.0
+    )
     x = torch.randn(16, 256, device="cuda")
     expected = [layer(x) for layer in layers]
     aside, before = torch.cuda.Stream(), device.races()

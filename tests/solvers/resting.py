@@ -107,6 +107,7 @@ def _of_weight(weight: Tensor, fetches: int, seconds: float) -> WeightParking:
         tier="disk",
         nbytes=weight.nbytes,
         beside=("",) * fetches,
+        moved_nbytes=fetches * weight.nbytes,
         copy_seconds=seconds,
         seconds=seconds,
         tier_nbytes=weight.nbytes,

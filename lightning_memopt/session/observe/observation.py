@@ -79,7 +79,7 @@ class Observation:
     meter: the workspaces of ops are measured.
     fixed: ids of the forward ops that no rebuild may run, because their inputs are updated early.
     opaque_ops: names of ops that gave other bits when they ran again. This step adds those that it sees.
-    overwritten: identities of the storages that ops wrote to. This step adds those that it sees.
+    overwritten: identities of the storages that ops wrote to, outside of updates. This step adds those that it sees.
     recompute: ops may run again. Otherwise nothing is evicted or verified, and no op of the graph is recomputable.
     one_of_many: the observed forward is one of many whose graphs are held; none has early updates.
     gradients: is told of those that cannot be parked. The graph names the others (`Graph.gradients`), unless this is None.
@@ -398,7 +398,8 @@ class Observation:
     def _writes(self, t: torch.Tensor) -> None:
         """An op is about to write to the memory of `t`, which earlier forwards of this step may have read."""
         storage = storage_id(t)
-        self.overwritten.add(storage)
+        if self._round is None or self._round[0].phase != "update":
+            self.overwritten.add(storage)
         for ref in self._engines:
             engine = ref()
             if engine is not None and storage in engine.starts.on:

@@ -45,7 +45,14 @@ def in_order(model: nn.Sequential) -> list[WeightParking]:
     paths = ["", *(path for path, _ in model.named_children()), ""]
     return [
         WeightParking(
-            module=path, tier="disk", nbytes=1, tier_nbytes=4096, beside=(paths[i], paths[i + 2]), copy_seconds=0.0, seconds=0.0
+            module=path,
+            tier="disk",
+            nbytes=1,
+            tier_nbytes=4096,
+            beside=(paths[i], paths[i + 2]),
+            moved_nbytes=2,
+            copy_seconds=0.0,
+            seconds=0.0,
         )
         for i, path in enumerate(paths[1:-1])
     ]
