@@ -14,6 +14,7 @@ from torch import nn
 from lightning_memopt.device.places import is_on, on_host
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.graph import Graph
+from lightning_memopt.logs import Once
 from lightning_memopt.plan import WeightParking
 from lightning_memopt.plan.weights import Unit, UnitOf, movable, parked_weights, priced, read_units
 from lightning_memopt.record import compiled_modules
@@ -21,8 +22,8 @@ from lightning_memopt.runtime.early_updates import Reason
 from lightning_memopt.runtime.frozen_units import frozen_units
 from lightning_memopt.runtime.parked import LEAST_NBYTES
 from lightning_memopt.runtime.parked_weights import ParkedWeights, may_be_parked, placed_in
+from lightning_memopt.session.parking.obstacles import obstacle
 from lightning_memopt.session.parking.offloading import Offloading
-from lightning_memopt.session.parking.readable import obstacle
 from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.torch_private import storage_id
 from lightning_memopt.units import format_nbytes
@@ -54,7 +55,7 @@ class WeightsAtRest(Part):
         self._alone = alone
         self._written = written
         self._say = say
-        self._said: set[str] = set()
+        self._say_once = Once(say)
         self._parked = placed_in(model)
         self._placed = frozenset[str]() if self._parked is None else self._parked.paths  # before the run
         # what is parked, and which frozen weights there were then, with their storages
@@ -92,8 +93,7 @@ class WeightsAtRest(Part):
                     depots.make_room(self.offloading.tier, sum(w.nbytes for w in wanted[path][1]))
                     self._parked.put(path, *wanted[path], depots.directory, depots.limit_nbytes)
         except OffloadError as error:
-            if self._is_new(str(error)):
-                self._say(f"MemOpt: frozen weights that the plan parks stay on the device: {error}")
+            self._say_once(f"MemOpt: frozen weights that the plan parks stay on the device: {error}")
         self._parked.copy_ahead(weights)
 
     @property
@@ -157,8 +157,8 @@ class WeightsAtRest(Part):
 
     def _stay(self, weights: Sequence[torch.Tensor], why: str) -> None:
         nbytes = sum(w.nbytes for w in weights)
-        if nbytes >= LEAST_NBYTES and self._is_new(why):
-            self._say(f"MemOpt: frozen weights stay on the device ({format_nbytes(nbytes)}): {why}")
+        if nbytes >= LEAST_NBYTES:
+            self._say_once(f"MemOpt: frozen weights stay on the device ({format_nbytes(nbytes)}): {why}", why)
 
     def in_step(self, graph: Graph, units: Sequence[UnitOf], ahead: bool) -> Graph:
         """The step of this graph with these weights parked. `ahead`: they are copied ahead."""
@@ -172,15 +172,8 @@ class WeightsAtRest(Part):
         reason = obstacle(self.offloading, self._alone()) or (_COMPILED if compiled_modules(self.model) else None)
         if reason is None:
             return units
-        if self._is_new(reason.what):
-            self._say(f"MemOpt: frozen weights are not parked: {reason.what}. {reason.fix}.")
+        self._say_once(f"MemOpt: frozen weights are not parked: {reason.what}. {reason.fix}.")
         return {}
 
     def _frozen_now(self) -> list[torch.Tensor]:
         return [p for p in self.model.parameters() if not p.requires_grad]
-
-    def _is_new(self, what: str) -> bool:
-        """Whether the user was not told of it yet."""
-        new = what not in self._said
-        self._said.add(what)
-        return new
