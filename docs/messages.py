@@ -12,8 +12,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "lightning_memopt"
 TREES = {p.relative_to(PACKAGE).as_posix(): ast.parse(p.read_text(encoding="utf-8")) for p in sorted(PACKAGE.rglob("*.py"))}
-SAYING = {"warnings.warn", "say", "self.say", "self._say", "logs.say", "logs.detail", "rank_zero_say", "rank_zero_warn"}
-"""Functions that tell the user a line."""
+SAYING = {"warnings.warn", "say", "_say", "_say_once", "logs.say", "logs.detail", "rank_zero_say", "rank_zero_warn"}
+"""Functions that tell the user a line, or methods of `self`."""
 NAME = "MemOpt: "
 """What is printed, and begins so, is such a line, too. Other prints are what a command was asked for."""
 REMEDY = "Remedy: "
@@ -94,7 +94,7 @@ def lines() -> list[Line]:
     said = [
         Line(path, text)
         for path, call, values in _calls()
-        if (function := ast.unparse(call.func)) in SAYING | {"print"} and call.args
+        if (function := ast.unparse(call.func).removeprefix("self.")) in SAYING | {"print"} and call.args
         for text in _texts(call.args[0], values)
         if function != "print" or text.startswith(NAME)
     ]

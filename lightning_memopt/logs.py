@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from collections.abc import Callable
 
 LOGGER = logging.getLogger("lightning_memopt")
 
@@ -33,6 +34,20 @@ def detail(text: str) -> None:
 
 def silent(_: str) -> None:
     """Used instead of `say` on ranks and in runs that say nothing."""
+
+
+class Once:
+    """Says each line once. `keys`: those of the lines that were said."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.keys: set[str] = set()
+        self._say = say
+
+    def __call__(self, line: str, key: str = "") -> None:
+        """`key`: stands for all lines that tell the same, with other numbers; without one, the line does."""
+        if (key or line) not in self.keys:
+            self.keys.add(key or line)
+            self._say(line)
 
 
 def _log(level: int, text: str) -> None:

@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -41,8 +42,8 @@ class Resting:
     @contextlib.contextmanager
     def doors(self) -> Iterator[None]:
         """Watch what the package does, at the functions through which it is asked."""
-        kept = StatesAtRest.between_steps, StatesAtRest.update_begins, StatesAtRest.found, WeightsAtRest.found
-        between, begins, found, found_weights = kept
+        between, begins, found = StatesAtRest.between_steps, StatesAtRest.update_begins, StatesAtRest.found
+        found_weights = WeightsAtRest.found
 
         def is_between(states: StatesAtRest, state: object) -> None:
             if states.offloading.tier:
@@ -66,15 +67,13 @@ class Resting:
             self._units.setdefault(weights.model, set()).update(unit.parking.module for unit in result)
             return result
 
-        StatesAtRest.between_steps = is_between  # type: ignore[method-assign]
-        StatesAtRest.update_begins = updates  # type: ignore[method-assign]
-        StatesAtRest.found = finds  # type: ignore[method-assign]
-        WeightsAtRest.found = finds_weights  # type: ignore[method-assign]
-        try:
+        with (
+            mock.patch.object(StatesAtRest, "between_steps", is_between),
+            mock.patch.object(StatesAtRest, "update_begins", updates),
+            mock.patch.object(StatesAtRest, "found", finds),
+            mock.patch.object(WeightsAtRest, "found", finds_weights),
+        ):
             yield
-        finally:
-            StatesAtRest.between_steps, StatesAtRest.update_begins = kept[:2]  # type: ignore[method-assign]
-            StatesAtRest.found, WeightsAtRest.found = kept[2:]  # type: ignore[method-assign]
 
     def round_began(self, state: object) -> None:
         """A forward under a plan of this state begins, if it has one."""

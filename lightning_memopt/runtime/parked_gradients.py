@@ -33,13 +33,14 @@ from torch import optim
 from lightning_memopt.device.backends import backend_of
 from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import OffloadError
+from lightning_memopt.logs import Once
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import fills, is_plain, uncompiled, unwatched
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.leaving import leaves
 from lightning_memopt.record.tensors import bytes_of, in_shared_memory, is_foreign
 from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, on_shelf, storage_on, unobserved
-from lightning_memopt.runtime.tiers.streams import copy, freed_in_order, marked, queued_on
+from lightning_memopt.runtime.tiers.streams import OwnStreams, copy, freed_in_order, marked, queued_on
 from lightning_memopt.torch_private import accumulation_hooks, gradient_of, queue_callback, storage_id
 
 _PACKAGE = __name__.partition(".")[0]
@@ -90,7 +91,6 @@ class _Place:
         self._version = 0
         self._away_at = self._here_at = 0
         self._beside = _NOTHING  # the tier's memory while the gradient is on the device
-        self._leaving: _Leaving | None = None
 
     def has(self, gradient: torch.Tensor) -> bool:
         """Whether this gradient has this place, on the device or away."""
@@ -111,10 +111,10 @@ class _Place:
         self._is_in_tier(gradient, self._shelf.put(flat, self._offset, "a gradient"))
         self._leave(flat, gradient._version)
 
-    def begin_leaving(self, gradient: torch.Tensor, stream: Any) -> bool:
-        """Begin to copy it out on this stream. Returns whether it did: else the gradient is away, or has to leave at once."""
+    def begin_leaving(self, gradient: torch.Tensor, stream: Any) -> _Leaving | None:
+        """Begin to copy it out on this stream. Returns None where it did not: it is away, or has to leave at once."""
         if gradient.nbytes > self.nbytes or self.is_away(gradient):
-            return False
+            return None
         if not self.has(gradient):
             self.bring_home()  # Q3
         flat, streams = bytes_of(gradient), backend_of(gradient.device).streams
@@ -122,13 +122,10 @@ class _Place:
         with queued_on(streams, stream, gradient.device):
             stream.wait_event(written)
             memory = self._shelf.put(flat, self._offset, "a gradient")
-        self._leaving = _Leaving(gradient, flat, flat.data_ptr(), gradient._version, memory, marked(streams, stream))
-        return True
+        return _Leaving(gradient, flat, flat.data_ptr(), gradient._version, memory, marked(streams, stream))
 
-    def end_leaving(self) -> torch.Tensor | None:
+    def end_leaving(self, leaving: _Leaving) -> torch.Tensor | None:
         """The gradient whose copy was begun is away, after that copy. Returns it if it has to be copied again (Q6)."""
-        leaving, self._leaving = self._leaving, None
-        assert leaving is not None
         gradient, flat = leaving.gradient, leaving.flat
         backend_of(flat.device).streams.current_stream(flat.device).wait_event(leaving.copied)
         is_same = gradient.untyped_storage().data_ptr() == leaving.address and gradient._version == leaving.version
@@ -240,8 +237,7 @@ class ParkedGradients:
             raise OffloadError("the native engine is not there; install a C++ compiler")
         self.moved_nbytes = 0
         self._optimizer = optimizer
-        self._say = say
-        self._said: set[str] = set()
+        self._say_once = Once(say)
         self._lock = threading.RLock()
         self._parameters = list(nbytes)
         self.tier_nbytes = on_shelf(nbytes.values())
@@ -250,8 +246,8 @@ class ParkedGradients:
         self._hooks = {id(p): _listened(p, self._accumulated) for p in self._parameters}
         self._later: frozenset[int] = frozenset()
         self._turns: frozenset[int] = frozenset()
-        self._leaving: tuple[torch.Tensor, _Place] | None = None
-        self._streams: dict[torch.device, Any] = {}
+        self._leaving: tuple[torch.Tensor, _Place, _Leaving] | None = None
+        self._streams = OwnStreams()
         _living.add(self)
 
     def leave_later(self, until: Mapping[torch.Tensor, torch.Tensor]) -> None:
@@ -275,9 +271,9 @@ class ParkedGradients:
             leaving, self._leaving = self._leaving, None
             if leaving is None:
                 return
-            p, place = leaving
+            p, place, begun = leaving
             with below_autograd(), unwatched():
-                again = place.end_leaving()
+                again = place.end_leaving(begun)
             if again is not None and gradient_of(p) is again:
                 self._park(p)
 
@@ -298,20 +294,16 @@ class ParkedGradients:
             place = self.places[id(p)]
             was_away = place.is_away(gradient)
             try:
-                if later and place.begin_leaving(gradient, self._stream_of(gradient.device)):
-                    self._leaving = p, place
-                    queue_callback(self.leave)
-                else:
+                begun = place.begin_leaving(gradient, self._streams[gradient.device]) if later else None
+                if begun is None:
                     place.park(gradient)
+                else:
+                    self._leaving = p, place, begun
+                    queue_callback(self.leave)
             except OffloadError as error:
                 self._tell(f"{error}: it stays on the device", "not stored")  # the error's numbers differ
                 return 0
             return 0 if was_away else gradient.nbytes
-
-    def _stream_of(self, device: torch.device) -> Any:
-        if device not in self._streams:
-            self._streams[device] = backend_of(device).streams.Stream(device)
-        return self._streams[device]
 
     def and_of(self, nbytes: Mapping[int, int]) -> dict[int, int]:
         """Identity of a parameter -> bytes of its gradient and these."""
@@ -325,7 +317,7 @@ class ParkedGradients:
         """
         self.leave()
         gradients = [(self.places[id(p)], g) for p in parameters if id(p) in self.places and (g := gradient_of(p)) is not None]
-        if not self._said and not all(place.has(gradient) for place, gradient in gradients if is_plain(gradient)):
+        if not self._say_once.keys and not all(place.has(gradient) for place, gradient in gradients if is_plain(gradient)):
             self._tell("the loop gives parameters others (`p.grad = ...`), or views of one tensor, which stay on the device")
         with self._lock, below_autograd(), unwatched(), contextlib.suppress(torch.OutOfMemoryError):
             for place, gradient in gradients:
@@ -376,10 +368,8 @@ class ParkedGradients:
         return all_there
 
     def _tell(self, what: str, key: str = "") -> None:
-        """Say it once. `key`: stands for all that says the same."""
-        if (key or what) not in self._said:
-            self._said.add(key or what)
-            self._say(f"MemOpt: gradients that the plan parks: {what}")
+        """`key`: see `Once`."""
+        self._say_once(f"MemOpt: gradients that the plan parks: {what}", key)
 
 
 def has_hooks_of_others(p: torch.Tensor) -> bool:

@@ -35,6 +35,7 @@ from torch import optim
 from lightning_memopt.device.backends import backend_of
 from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import OffloadError
+from lightning_memopt.logs import Once
 from lightning_memopt.record import fills, is_plain, uncompiled, unwatched
 from lightning_memopt.record.backwards import after_failed_backwards
 from lightning_memopt.record.below import below_autograd
@@ -98,8 +99,7 @@ class ParkedStates:
         self._moved_nbytes = 0
         self._depot = depot
         self._tier = tier
-        self._say = say
-        self._said: set[str] = set()
+        self._say_once = Once(say)
         self._updating = 0
         self._stays = False  # what is fetched is not parked again
         self._lock = threading.RLock()
@@ -411,10 +411,8 @@ class ParkedStates:
         self._tell("the device has no room for all of it at once, so a checkpoint has it in the host's memory")
 
     def _tell(self, what: str, key: str = "") -> None:
-        """Say it once. `key`: stands for all that says the same."""
-        if (key or what) not in self._said:
-            self._said.add(key or what)
-            self._say(f"MemOpt: optimizer state that the plan parks: {what}")
+        """`key`: see `Once`."""
+        self._say_once(f"MemOpt: optimizer state that the plan parks: {what}", key)
 
 
 _living: weakref.WeakSet[ParkedStates] = weakref.WeakSet()

@@ -39,7 +39,7 @@ from lightning_memopt.record import beneath_calls, fills, uncompiled, unwatched
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of, has_plain_bytes, in_shared_memory
 from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, on_shelf, storage_on, unobserved
-from lightning_memopt.runtime.tiers.streams import copy, freed_in_order, marked, queued_on
+from lightning_memopt.runtime.tiers.streams import OwnStreams, copy, freed_in_order, marked, queued_on
 from lightning_memopt.torch_private import (
     backward_task,
     is_copied_on_write,
@@ -302,7 +302,7 @@ class ParkedWeights:
         self._lock = threading.RLock()
         self._in_backward: _Unit | None = None
         self._coming: _Unit | None = None
-        self._streams: dict[torch.device, Any] = {}  # for copies ahead
+        self._streams = OwnStreams()  # for copies ahead
         self._units: dict[str, _Unit] = {}
         self._trained: dict[int, _Weight] = {}  # by the identity of the parameter
 
@@ -475,18 +475,13 @@ class ParkedWeights:
             unit.fetch()
             following = self._coming = unit.next.get(direction)
             if following is not None:
-                following.copy_ahead(self._stream_of(following.device))
+                following.copy_ahead(self._streams[following.device])
         except BaseException:
             self._stop_copying()
             if not unit.calls:
                 self._drop(unit)
             raise
         self.moved_nbytes += nbytes
-
-    def _stream_of(self, device: torch.device) -> Any:
-        if device not in self._streams:
-            self._streams[device] = backend_of(device).streams.Stream(device)
-        return self._streams[device]
 
     @uncompiled
     def _before_backward(self, unit: _Unit, nodes: set[Any]) -> None:

@@ -49,9 +49,6 @@ def weight_units(model: nn.Module, device: torch.device, trained: Container[int]
             walk(child, f"{path}.{name}" if path else name, isinstance(module, _CONTAINERS))
 
     walk(model, "", False)
-    seen: set[int] = set()
-    distinct = {}
-    for path, own in units.items():
-        distinct[path] = {name: p for name, p in own.items() if id(p) not in seen}
-        seen.update(map(id, own.values()))
+    first = {id(p): path for path, own in reversed(units.items()) for p in own.values()}
+    distinct = {path: {name: p for name, p in own.items() if first[id(p)] == path} for path, own in units.items()}
     return {path: own for path, own in distinct.items() if own}

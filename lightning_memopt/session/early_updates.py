@@ -20,6 +20,7 @@ from torch.utils.weak import TensorWeakRef
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import UpdatesInBackwardError
+from lightning_memopt.logs import Once
 from lightning_memopt.ranks import wrapper_of
 from lightning_memopt.record import is_plain
 from lightning_memopt.runtime.early_updates import EarlyUpdates, Reason, of_optimizers, refusal
@@ -111,7 +112,7 @@ class EarlyUpdating(Part):
         self.late: set[str] = set()
         self._names: dict[int, str] = {}
         self._marked = self._before_forward = self._keeps = self._clears = False
-        self._said: set[Reason] = set()
+        self._say_once = Once(say)
         self._gradients: dict[str, TensorWeakRef] = {}
         self._read_names: set[str] = set()
         self._touched_names: set[str] = set()
@@ -375,7 +376,5 @@ class EarlyUpdating(Part):
     def _refuse(self, reason: Reason) -> bool:
         if self.always:
             raise refusal(reason)
-        if reason not in self._said:
-            self._said.add(reason)
-            self.say(f"MemOpt: parameters are updated after backward, as usual: {reason.what}. {reason.fix}.")
+        self._say_once(f"MemOpt: parameters are updated after backward, as usual: {reason.what}. {reason.fix}.")
         return False

@@ -17,13 +17,14 @@ from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.device.places import is_on
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.graph import Graph
+from lightning_memopt.logs import Once
 from lightning_memopt.plan import StateParking
 from lightning_memopt.plan.model import Read
 from lightning_memopt.plan.resting import Rests
 from lightning_memopt.plan.states import Chunk, StateOf, may_be_parked, priced
 from lightning_memopt.plan.tiers import taken
 from lightning_memopt.record import parameters_of
-from lightning_memopt.runtime.early_updates import ALLOWED, Reason, of_step
+from lightning_memopt.runtime.early_updates import Reason
 from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
 from lightning_memopt.runtime.parked_gradients import ParkedGradients
 from lightning_memopt.runtime.parked_states import ParkedStates, parkable
@@ -33,16 +34,14 @@ from lightning_memopt.runtime.tiers import Tier
 from lightning_memopt.runtime.tiers.shelf import on_shelf
 from lightning_memopt.session.measure.peak_meter import in_compiled_code
 from lightning_memopt.session.observe.accumulated import Kept
+from lightning_memopt.session.parking.obstacles import obstacle, obstacle_of
 from lightning_memopt.session.parking.offloading import Offloading
-from lightning_memopt.session.parking.readable import obstacle
 from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.solve.rehearsal import rehearse
 from lightning_memopt.torch_private import gradient_of, has_backward_hooks
 from lightning_memopt.units import format_nbytes
 
 Say = Callable[[str], None]
-_CHUNKED = (*ALLOWED, optim.Adamax, optim.RMSprop, optim.ASGD, optim.Rprop, optim.Adadelta)
-"""Optimizers of torch that update each parameter by itself, and write to its own state alone."""
 _OUTSIDE = Reason("some parameters are not in the model that was given", "Give a module that has all of them")
 _BY_HAND = Reason("no optimizer of the run updates their parameters", "Give the run all optimizers")
 
@@ -82,7 +81,7 @@ class StatesAtRest(Part):
         self._alone = alone
         self._kept = kept
         self._say = say
-        self._said: set[str] = set()
+        self._say_once = Once(say)
         self._states: tuple[StateParking, ...] = ()
         self._trained = frozenset[int]()
         self._depot = Depot()
@@ -195,8 +194,7 @@ class StatesAtRest(Part):
         try:
             return ParkedGradients(optimizer, nbytes, depots.directory, self._say, depots.limit_nbytes)
         except OffloadError as error:
-            if self._is_new(str(error)):
-                self._say(f"MemOpt: gradients that the plan parks stay on the device: {error}")
+            self._say_once(f"MemOpt: gradients that the plan parks stay on the device: {error}")
             return None
 
     # -- the plan ----------------------------------------------------------------------------------
@@ -264,8 +262,7 @@ class StatesAtRest(Part):
         early = {graph.tensors[update.parameter].name for update in graph.updates}
         unread: dict[int, Reason | None] = {}  # why no optimizer reads the gradient of a parameter a few at a time
         for optimizer in self.optimizers:
-            reason = next(iter(self._reasons(optimizer)), None)
-            unread |= dict.fromkeys(map(id, parameters_of(optimizer)), reason)
+            unread |= dict.fromkeys(map(id, parameters_of(optimizer)), self._obstacle(optimizer))
         known = {id(p) for p in self.model.parameters()}
         updated = [p for each in self.optimizers for p in parameters_of(each) if gradient_of(p) is not None or p in each.state]
         stays = Counter[Reason]()
@@ -284,9 +281,9 @@ class StatesAtRest(Part):
                 continue
             if reason is not None and nbytes >= LEAST_NBYTES:
                 stays[reason] += nbytes
-        for reason, nbytes in stays.items():
-            if nbytes and self._is_new(f"gradients: {reason.what}"):
-                self._say(f"MemOpt: gradients stay on the device ({format_nbytes(nbytes)}): {reason.what}. {reason.fix}.")
+        for reason, nbytes in (+stays).items():
+            line = f"MemOpt: gradients stay on the device ({format_nbytes(nbytes)}): {reason.what}. {reason.fix}."
+            self._say_once(line, f"gradients: {reason.what}")
 
     def all_of(self, rounded: Callable[[int], int]) -> tuple[StateParking, ...]:
         """All that can be parked, without seconds. `rounded`: bytes -> those that the device's allocator gives."""
@@ -321,38 +318,21 @@ class StatesAtRest(Part):
 
     def _may(self, optimizer: optim.Optimizer) -> bool:
         """Whether state of this optimizer can be parked."""
-        reasons = self._reasons(optimizer)
-        for reason in reasons[:1]:
+        reason = self._obstacle(optimizer)
+        if reason is not None:
             self._tell(reason)
-        return not reasons
+        return reason is None
 
-    def _reasons(self, optimizer: optim.Optimizer) -> list[Reason]:
-        """Why nothing that this optimizer reads can be parked."""
-        reasons = of_step(optimizer, _CHUNKED)
-        if any(group.get("capturable") for group in optimizer.param_groups):
-            reasons.append(Reason("a capturable optimizer has its state at fixed addresses", "Set capturable=False"))
-        if self._compiled:
-            reasons.append(Reason("the optimizer's step is compiled", "Step without torch.compile"))
-        if not self._alone():
-            reasons.append(
-                Reason("several processes train, and plans of ranks do not park it yet", "Shard it with FSDP2 or ZeRO")
-            )
-        return reasons
+    def _obstacle(self, optimizer: optim.Optimizer) -> Reason | None:
+        return obstacle_of(optimizer, self._compiled, self._alone())
 
     def in_chunks(self) -> set[int]:
         """Identities of the parameters that updates after backward take a few at a time."""
-        return {id(p) for each in self.optimizers if not self._reasons(each) for p in parameters_of(each)}
+        return {id(p) for each in self.optimizers if self._obstacle(each) is None for p in parameters_of(each)}
 
     def _tell(self, reason: Reason) -> None:
-        """Say once why state is not parked."""
-        if self._is_new(reason.what):
-            self._say(f"MemOpt: optimizer state is not parked: {reason.what}. {reason.fix}.")
-
-    def _is_new(self, what: str) -> bool:
-        """Whether the user was not told of it yet."""
-        new = what not in self._said
-        self._said.add(what)
-        return new
+        """Tell why state is not parked."""
+        self._say_once(f"MemOpt: optimizer state is not parked: {reason.what}. {reason.fix}.")
 
     def chunks(self, graph: Graph, rests: Rests) -> list[list[Chunk]]:
         """The chunks of each optimizer's step in which this is parked."""

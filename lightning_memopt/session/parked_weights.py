@@ -14,6 +14,7 @@ from torch import nn, optim
 from lightning_memopt.device.places import is_on, on_host
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.graph import Graph
+from lightning_memopt.logs import Once
 from lightning_memopt.plan import WeightParking
 from lightning_memopt.plan.weights import Unit, UnitOf, all_of, movable, read_units
 from lightning_memopt.record import compiled_modules
@@ -22,8 +23,8 @@ from lightning_memopt.runtime.parked import LEAST_NBYTES
 from lightning_memopt.runtime.parked_weights import ParkedWeights, may_be_parked, placed_in
 from lightning_memopt.runtime.weight_units import weight_units
 from lightning_memopt.session.measure.peak_meter import in_compiled_code
+from lightning_memopt.session.parking.obstacles import obstacle
 from lightning_memopt.session.parking.offloading import Offloading
-from lightning_memopt.session.parking.readable import obstacle
 from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.torch_private import storage_id
 from lightning_memopt.units import format_nbytes
@@ -62,15 +63,10 @@ class WeightsAtRest(Part):
         self._written = written
         self._in_chunks = in_chunks
         self._say = say
-        self._said: set[str] = set()
+        self._say_once = Once(say)
         self.parked = placed_in(model)
         self._placed = frozenset[str]() if self.parked is None else self.parked.paths  # before the run
-        # what is parked, and which weights there were then, with their storages, and whether they were trained
-        self._now: tuple[tuple[str, ...], tuple[WeightParking, ...], list[tuple[int, int, bool]]] = (
-            tuple(self._placed),
-            (),
-            [],
-        )
+        self._now: _Now = tuple(self._placed), (), []
 
     # -- moments of a step -------------------------------------------------------------------------
 
@@ -78,7 +74,9 @@ class WeightsAtRest(Part):
         if self.parked is not None:
             self.parked.backward_ended()
             if own and in_compiled_code() and self.parked.trained:  # its step has their addresses
-                self._put(tuple(path for path in self._now[0] if path in self._units()), self._now[1])
+                paths, weights, _ = self._now
+                self._now = (), (), []
+                self._put(paths, weights)
 
     def put(self, weights: tuple[WeightParking, ...]) -> None:
         """These weights are parked from now on, and no others."""
@@ -106,8 +104,7 @@ class WeightsAtRest(Part):
                     depots.make_room(self.offloading.tier, sum(w.nbytes for w in wanted[path][1]))
                     self.parked.put(path, *wanted[path], depots.directory, depots.limit_nbytes)
         except OffloadError as error:
-            if self._is_new(str(error)):
-                self._say(f"MemOpt: weights that the plan parks stay on the device: {error}")
+            self._say_once(f"MemOpt: weights that the plan parks stay on the device: {error}")
         self.parked.copy_ahead(weights)
 
     @property
@@ -168,8 +165,8 @@ class WeightsAtRest(Part):
 
     def _stay(self, weights: Sequence[torch.Tensor], why: str) -> None:
         nbytes = sum(w.nbytes for w in weights)
-        if nbytes >= LEAST_NBYTES and self._is_new(why):
-            self._say(f"MemOpt: weights stay on the device ({format_nbytes(nbytes)}): {why}")
+        if nbytes >= LEAST_NBYTES:
+            self._say_once(f"MemOpt: weights stay on the device ({format_nbytes(nbytes)}): {why}", why)
 
     def may_be_parked(self) -> dict[str, dict[str, torch.Tensor]]:
         """Path of a module -> its weights by name; nothing where none can be parked, and then a line says why."""
@@ -179,8 +176,7 @@ class WeightsAtRest(Part):
         reason = obstacle(self.offloading, self._alone()) or (_COMPILED if compiled_modules(self.model) else None)
         if reason is None:
             return units
-        if self._is_new(reason.what):
-            self._say(f"MemOpt: weights are not parked: {reason.what}. {reason.fix}.")
+        self._say_once(f"MemOpt: weights are not parked: {reason.what}. {reason.fix}.")
         return {}
 
     def _units(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -189,9 +185,3 @@ class WeightsAtRest(Part):
 
     def _frozen_now(self) -> list[torch.Tensor]:
         return [p for p in self.model.parameters() if not p.requires_grad]
-
-    def _is_new(self, what: str) -> bool:
-        """Whether the user was not told of it yet."""
-        new = what not in self._said
-        self._said.add(what)
-        return new

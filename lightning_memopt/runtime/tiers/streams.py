@@ -30,6 +30,14 @@ def marked(streams: Any, stream: Any) -> Any:
     return event
 
 
+class OwnStreams(dict[torch.device, Any]):
+    """A stream of each device, made when it is first asked for: `streams[device]`."""
+
+    def __missing__(self, device: torch.device) -> Any:
+        self[device] = backend_of(device).streams.Stream(device)
+        return self[device]
+
+
 @contextlib.contextmanager
 def queued_on(streams: Any, stream: Any, device: torch.device) -> Iterator[None]:
     """Within, ops are queued on `stream`, of this device, and neither dispatch modes nor autograd see them.

@@ -35,7 +35,7 @@ from tests.cpu.lib.said import listening
 from tests.cpu.lib.times import Known, given
 from tests.cpu.parking.test_gradients import NEVER
 
-WIDTH, STEPS, FROM = 64, 6, 4
+STEPS, FROM = 6, 4
 """Faults come from this step on: the plan is in force, and the checkpoint is of before it."""
 Door = tuple[Any, str]
 COPIES: tuple[Door, ...] = (
@@ -65,24 +65,25 @@ def known_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.trained = nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.trained = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.trained(self.frozen(x)))
 
 
-def made() -> tuple[nn.Module, optim.Optimizer]:
+def made(device: str = "cpu", width: int = 64) -> tuple[nn.Module, optim.Optimizer]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(3)))
-    return model, optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+    model = nn.Sequential(*(Block(width) for _ in range(3))).to(device)
+    fused = device == "cuda" or None
+    return model, optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2, fused=fused)
 
 
 def bits_of(model: nn.Module, optimizer: optim.Optimizer) -> list[bytes]:
     states = [t for state in optimizer.state.values() for t in state.values()]
-    return elements([*(p.detach() for p in model.parameters()), *states])
+    return elements(t.detach().cpu() for t in (*model.parameters(), *states))
 
 
 class Faults:
@@ -128,9 +129,9 @@ class Faults:
 class Trained:
     """The bits that a run leaves. `again`: how often the loop began again from its checkpoint."""
 
-    def __init__(self, faults: Faults | None = None, **options: Any) -> None:
+    def __init__(self, faults: Faults | None = None, device: str = "cpu", width: int = 64, **options: Any) -> None:
         gc.collect()
-        model, optimizer = made()
+        model, optimizer = made(device, width)
         self.again = 0
         with listening() as said, optimize(model, optimizer, **options) if options else contextlib.nullcontext() as run:
             self._train(model, optimizer, faults)
@@ -139,7 +140,7 @@ class Trained:
                 if plan is not None:  # after a copy that failed, steps may be observed again
                     self.parked = {state.what for state in plan.states} | {"weight" for _ in plan.weights}
         self.said = said.taken()
-        assert not AWAY and not room.taken_nbytes("disk")
+        assert not AWAY and not room.taken_nbytes("disk") and not room.taken_nbytes("host")
         self.bits = bits_of(model, optimizer)
 
     def _train(self, model: nn.Module, optimizer: optim.Optimizer, faults: Faults | None) -> None:
@@ -168,7 +169,8 @@ class Trained:
 def one_step(model: nn.Module, optimizer: optim.Optimizer, step: int) -> None:
     torch.manual_seed(step)
     optimizer.zero_grad()
-    model(torch.randn(16, WIDTH)).square().mean().backward()
+    weight = next(model.parameters())
+    model(torch.randn(16, len(weight), device=weight.device)).square().mean().backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
 

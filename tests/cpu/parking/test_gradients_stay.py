@@ -14,7 +14,7 @@ from torch import Tensor, nn, optim
 from lightning_memopt import optimize
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.native.engine import without
-from lightning_memopt.session.parking.readable import obstacle
+from lightning_memopt.session.parking.obstacles import obstacle
 from tests.cpu.lib.said import listening
 from tests.cpu.lib.times import Known, given
 from tests.cpu.parking.test_gradients import NEVER
