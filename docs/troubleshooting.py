@@ -214,17 +214,17 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "With `offload=`, frozen weights rest in the tier while other modules run, because the budget needs the bytes.",
         NOTHING,
     ),
-    ("session/parked_weights.py", "MemOpt: frozen weights are not parked"): (
+    ("session/parked_weights.py", "MemOpt: weights are not parked"): (
         "The plan could park frozen weights, but not here, for the reason named.",
         "What the line says. Otherwise nothing: the plan keeps the budget without it, or another line says that none does.",
     ),
-    ("session/parked_weights.py", "MemOpt: frozen weights stay on the device"): (
+    ("session/parked_weights.py", "MemOpt: weights stay on the device"): (
         "A plan parks the weights of a module that runs once in the forward and once in backward, if nothing else reads or "
         "writes them. The budget is looked for without room for these.",
         "If the bytes matter: call the module as a part of the model, once. Give each weight a memory of its own "
         "(`p.data = p.data.clone()`).",
     ),
-    ("session/parked_weights.py", "MemOpt: frozen weights that the plan parks"): (
+    ("session/parked_weights.py", "MemOpt: weights that the plan parks"): (
         "The tier has no room for some of the weights that the plan parks, or there is no native engine. Bits are right, but a "
         "step takes more bytes than predicted.",
         "Do what the line says.",

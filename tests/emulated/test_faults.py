@@ -45,4 +45,4 @@ def test_memory_that_cannot_be_page_locked() -> None:
         found = trained(**HOST)
     assert found.bits == trained().bits
     assert "gradients that the plan parks stay on the device" in found.said and "raise `ulimit -l`" in found.said
-    assert "frozen weights that the plan parks stay on the device" in found.said
+    assert "weights that the plan parks stay on the device" in found.said

@@ -9,6 +9,7 @@ import pytest
 
 from lightning_memopt.runtime import parked_states
 from lightning_memopt.session import parked_states as at_rest
+from lightning_memopt.session import parked_weights
 from tests.cpu.early_updates.test_in_backward_matrix import FEATURES, learn
 from tests.cpu.lib.early import OPTIMIZERS
 from tests.cpu.lib.fits import assert_same_tree, memopt, session_of
@@ -25,7 +26,8 @@ def test_exact(name: str, feature: str, backward: str, tmp_path: Path, monkeypat
     the gradients of all parameters that are not updated in backward.
     """
     monkeypatch.setattr(parked_states, "LEAST_NBYTES", 512)
-    monkeypatch.setattr(at_rest, "LEAST_NBYTES", 512)
+    for module in (at_rest, parked_weights):
+        monkeypatch.setattr(module, "LEAST_NBYTES", 512)
     moved = []
     read = parked_states.ParkedStates._read
     monkeypatch.setattr(parked_states.ParkedStates, "_read", lambda *args: (moved.append(args[-1]), read(*args))[1])
@@ -35,6 +37,7 @@ def test_exact(name: str, feature: str, backward: str, tmp_path: Path, monkeypat
     assert_same_tree(plain, found)
     plan = session_of(trainer).plan
     assert plan is not None
+    assert any(unit.are_trained for unit in plan.weights)
     parked = {state.what for state in plan.states}
     if name in FACTORED:
         assert "state" not in parked

@@ -433,7 +433,7 @@ def test_a_full_disk_keeps_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     with listening() as said:
         found = Trained("min")
         text = said.taken()
-    assert found.is_as(plain) and "frozen weights that the plan parks stay on the device: no space left" in text
+    assert found.is_as(plain) and "weights that the plan parks stay on the device: no space left" in text
 
 
 @pytest.mark.parametrize("what", ["fetch", "drop"])
@@ -445,11 +445,11 @@ def test_an_interrupt_at_any_copy_loses_nothing(what: str, monkeypatch: pytest.M
     for k in range(1, 14):
         left = [k]
 
-        def interrupted(self: Any, *how: bool, left: list[int] = left) -> None:
+        def interrupted(self: Any, *how: bool, left: list[int] = left) -> Any:
             left[0] -= 1
             if not left[0]:
                 raise KeyboardInterrupt
-            original(self, *how)
+            return original(self, *how)
 
         with parked_of(model):
             monkeypatch.setattr(parked_weights._Weight, what, interrupted)
@@ -465,7 +465,7 @@ def test_without_a_compiler_a_line_says_that_weights_stay() -> None:
     with without(), listening() as said:
         found = Trained("min")
         text = said.taken()
-    assert not found.status.plan.weights and "frozen weights are not parked: the native engine is not there" in text
+    assert not found.status.plan.weights and "weights are not parked: the native engine is not there" in text
 
 
 def test_a_plan_file_on_a_machine_without_a_compiler(tmp_path: Path) -> None:

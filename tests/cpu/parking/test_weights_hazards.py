@@ -237,8 +237,8 @@ def test_a_line_says_which_frozen_weights_stay() -> None:
     with listening() as said:
         train("min", lambda model: None, model)
         text = said.taken()
-    assert "frozen weights stay on the device (4.12 KiB): their modules do not run once in the forward (0.base)" in text
-    assert "frozen weights stay on the device (8.00 KiB): other tensors or processes have their memory, too" in text
+    assert "weights stay on the device (4.12 KiB): their modules do not run once in the forward (0.base)" in text
+    assert "weights stay on the device (8.00 KiB): other tensors or processes have their memory, too" in text
 
 
 def test_weights_that_the_step_writes_through_data_stay() -> None:
