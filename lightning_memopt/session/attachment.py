@@ -14,7 +14,7 @@ from lightning_memopt.errors import AlreadyAttachedError
 from lightning_memopt.record import drop_seams, interrupts, keep_seams
 from lightning_memopt.record.gathered import settling, units_of
 from lightning_memopt.runtime import install_native
-from lightning_memopt.session.observe.observation import take_off
+from lightning_memopt.session.observe.observed_step import take_off
 from lightning_memopt.trace import counting_all
 
 _attached: weakref.WeakValueDictionary[int, Attachment] = weakref.WeakValueDictionary()

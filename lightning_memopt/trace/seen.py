@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lightning_memopt.graph.model import BEFORE, Kind, Phase
@@ -103,3 +103,11 @@ def never_asked(saves: Iterable[SeenSave], end: int, written: Collection[int]) -
             released_at = end if save.released_at is None else save.released_at
             held_until[save.tensor] = max(held_until.get(save.tensor, -1), released_at)
     return held_until
+
+
+def gone(tensors: Mapping[int, SeenTensor], saves: Iterable[SeenSave]) -> frozenset[int]:
+    """The tensors that are not in memory any more, by the ids that the graph has: there, one that was freed at the last point
+    looks like one that stays.
+    """
+    held = {save.tensor for save in saves if save.released_at is None}
+    return frozenset(i for i, id in enumerate(sorted(tensors)) if tensors[id].freed_at is not None and id not in held)

@@ -132,12 +132,13 @@ def draw_loop(seed: int) -> Loop:
         if one in features and other in features:
             features.remove(other)
     every = rng.choice((1, 2, 2, 3, 4))
+    changes = bool({"unfreezes", "freezes"} & set(features))  # in the middle: from there on the package begins anew
     return Loop(
         seed=seed,
         nodes=nodes,
         features=tuple(features),
         every=every,
-        steps=max(12, 4 * every + 2),
+        steps=max(12, 4 * every + 2) << changes,
         rows=rng.choice((64, 128, 256)),
         optimizer=rng.choice(OPTIMIZERS),
         share=(rng.choice(SHARES), own.choice(_SHARES_PARKED))[parked],

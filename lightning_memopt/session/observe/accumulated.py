@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from lightning_memopt.graph import Graph
+from lightning_memopt.graph import BEFORE, Graph
 from lightning_memopt.record import Recorder, is_plain, uncompiled
 from lightning_memopt.record.tensors import is_foreign
 from lightning_memopt.runtime.early_updates import Reason
@@ -26,6 +26,7 @@ _SPARSE = Reason("they are sparse", "Set sparse=False")
 _OTHER = Reason("they are no plain tensors", "If the bytes matter, train plain parameters")
 _RETAINED = Reason("they have a history of their own", "Leave create_graph=True out")
 _TAKEN = Reason("other libraries have their memory", "Copy them first: p.grad.cpu().clone().numpy()")
+_EARLIER = Reason("they were made before the forward of this plan", "If the bytes matter, call backward once, for all losses")
 _SHARED = Reason("other tensors have their memory, too", "If the bytes matter, make gradients that are no views of one tensor")
 
 
@@ -48,12 +49,16 @@ class Accumulated:
         self._tracer = tracer
         self._recorder = recorder
         self._seen: dict[str, tuple[int, int]] = {}  # name -> (version of the gradient's storage, point)
+        self._earlier: set[str] = set()  # those that are there before the round has accumulated any
         for name, p in model.named_parameters():
             if p.requires_grad and p.is_leaf and p.nbytes >= _LEAST_NBYTES:
+                if gradient_of(p) is not None:
+                    self._earlier.add(name)
                 listening.callback(p.register_post_accumulate_grad_hook(partial(self._accumulated, name)).remove)
 
     @uncompiled
     def _accumulated(self, name: str, p: torch.Tensor) -> None:
+        self._earlier.discard(name)
         gradient = gradient_of(p)
         if gradient is None:
             return
@@ -65,7 +70,11 @@ class Accumulated:
             self._seen[name] = self._recorder.adopt(gradient).id, len(self._tracer.points) - 1
 
     def in_graph(self, graph: Graph) -> Graph:
-        """The round's graph with these gradients (`Graph.gradients`)."""
+        """The round's graph with these gradients (`Graph.gradients`). A line may tell of those that were there before."""
+        left = {f"{name}.grad": name for name in self._earlier}
+        for t in graph.tensors:
+            if t.kind == "gradient" and t.born_at == BEFORE and t.nbytes and t.name in left:
+                self._kept.why[left[t.name]] = t.nbytes, _EARLIER
         ids = {version: i for i, version in enumerate(sorted(self._tracer.tensors))}
         gradients = {name: (ids[version], point) for name, (version, point) in self._seen.items() if version in ids}
         return dataclasses.replace(graph, gradients=gradients)

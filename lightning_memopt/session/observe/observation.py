@@ -40,14 +40,7 @@ from lightning_memopt.session.forward.recording import Recording, hooks_allowed
 from lightning_memopt.session.observe.accumulated import Accumulated, Kept
 from lightning_memopt.session.observe.final_gradients import NEVER, Final, freed_early, kept, settled, with_updates
 from lightning_memopt.session.observe.resident import away_nbytes, away_state, resident_tensors
-from lightning_memopt.torch_private import (
-    OpOverload,
-    current_mode,
-    current_modes,
-    gradient_of,
-    local_tensor,
-    sharded_parameters,
-)
+from lightning_memopt.torch_private import OpOverload, current_mode, gradient_of, local_tensor, sharded_parameters
 from lightning_memopt.trace import (
     AllocatorEvents,
     InPlace,
@@ -59,6 +52,7 @@ from lightning_memopt.trace import (
     metered_cpu,
     unrecorded_op,
 )
+from lightning_memopt.trace.seen import gone
 
 _FIELDS = [field.name for field in dataclasses.fields(Op)]
 _values_of = attrgetter(*_FIELDS)
@@ -451,10 +445,16 @@ class Observation:
         graph = tracer.graph(recorder)
         return graph if self._accumulated is None else self._accumulated.in_graph(graph)
 
-    def to_come(self) -> Graph:
-        """The graph of a later step: `so_far`, with each parameter updated where its gradient was final."""
+    def to_come(self) -> tuple[Graph, frozenset[int]]:
+        """The graph of a later step, when an update is about to run: `so_far`, with each parameter updated where its gradient
+        was final. And the ids of its tensors that are not in memory any more.
+        """
+        assert self._round is not None
+        tracer, engine, _ = self._round
+        let_go(engine)  # as when the update begins
         finals = self.finals_seen()
-        return freed_early(kept(self.so_far(), finals), finals)
+        graph = freed_early(kept(self.so_far(), finals), finals)
+        return graph, gone(tracer.tensors, tracer.saves.values())
 
     def _corrected(self, graph: Graph) -> Graph:
         """The graph with metered workspaces and the modules' ops. Ops that gave other bits when they ran again are not
@@ -481,20 +481,6 @@ def _leaves(recorder: Recorder, tracer: Tracer, ledger: Ledger, t: torch.Tensor)
     version = recorder.of_storage.get(storage_id(t))
     if version is not None and version.id in tracer.tensors:
         ledger.left(tracer.tensors[version.id].storage)
-
-
-def observing() -> bool:
-    """Whether any session observes a step in this thread."""
-    take_off()
-    return any(type(mode) is Recorder for mode in current_modes())
-
-
-def take_off() -> None:
-    """Leave modes whose step is over. When backward ends, autograd restores the modes that were on when it began, even a mode
-    that was left meanwhile because a hook raised.
-    """
-    while (top := current_mode()) is not None and type(top) is Recorder and top.observer is None:
-        top.leave()
 
 
 def _nothing(_: Any) -> None:

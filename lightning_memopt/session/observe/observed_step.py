@@ -10,13 +10,15 @@ from torch import nn
 from lightning_memopt.config import ONLY_OBSERVED, MemOptConfig
 from lightning_memopt.device.places import is_on
 from lightning_memopt.graph import Graph
+from lightning_memopt.record import Recorder
 from lightning_memopt.session.forward.recording import Recording
 from lightning_memopt.session.observe.accumulated import Kept
 from lightning_memopt.session.observe.effort import Effort
-from lightning_memopt.session.observe.observation import Observation, observing
+from lightning_memopt.session.observe.observation import Observation
 from lightning_memopt.session.observe.observing import Observing, Waiting
 from lightning_memopt.session.observe.silence import BLOCKED, GIVEN_UP, SLOW, Silence
 from lightning_memopt.session.observe.workspaces import take_workspaces
+from lightning_memopt.torch_private import current_mode, current_modes
 from lightning_memopt.units import format_nbytes
 
 Say = Callable[[str], None]
@@ -169,3 +171,17 @@ class ObservedStep:
             now.abandon()
             self.effort.evicts = self.effort.evicts or now.evicted
             self.effort.ends()
+
+
+def observing() -> bool:
+    """Whether any session observes a step in this thread."""
+    take_off()
+    return any(type(mode) is Recorder for mode in current_modes())
+
+
+def take_off() -> None:
+    """Leave modes whose step is over. When backward ends, autograd restores the modes that were on when it began, even a mode
+    that was left meanwhile because a hook raised.
+    """
+    while (top := current_mode()) is not None and type(top) is Recorder and top.observer is None:
+        top.leave()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -24,6 +24,8 @@ from lightning_memopt.native import counter_of
 from lightning_memopt.native.engine import maker
 from lightning_memopt.plan import Machine
 from lightning_memopt.plan.side_streams import with_pools
+from lightning_memopt.plan.simulate import fixed_levels
+from lightning_memopt.plan.states import PARKED_STATE
 from lightning_memopt.plan.tiers import tier_budgets_text
 from lightning_memopt.record import parameters_of
 from lightning_memopt.session import times
@@ -96,10 +98,10 @@ class Foresight:
     def to_come(self, observation: Observation) -> Graph:
         """The graph of the steps that come, made of the part of this step that was observed before its update."""
         assert self.update is not None
-        graph, finals = observation.to_come(), observation.finals_seen()
+        (graph, gone), finals = observation.to_come(), observation.finals_seen()
         if not finals:  # optimizers that stepped earlier in this step (a GAN) have their state when the next step begins
             graph = self._with_gradients(graph)
-            return with_update(with_state(graph, *state_made(graph, self.optimizers, observation.device)), self.update)
+            return with_update(with_state(graph, *state_made(graph, self.optimizers, observation.device)), self.update, gone)
         graph = with_early_updates(with_state(graph, self.update.state), self._early(observation, finals))
         return with_earlier_rounds(graph)
 
@@ -205,9 +207,9 @@ def _rounded(device: torch.device) -> Rounded:
     return kind_of(device.type).allocated_nbytes
 
 
-def with_update(graph: Graph, update: Update) -> Graph:
+def with_update(graph: Graph, update: Update, gone: Collection[int] = ()) -> Graph:
     """The graph of the step (of `with_state`) with `update` at its end, as one op that reads nothing. The state of `update` is
-    there from the start.
+    there from the start. `gone`: ids of tensors that are freed before it, however late.
     """
     end = len(graph.points)
     last = end - 1
@@ -222,7 +224,8 @@ def with_update(graph: Graph, update: Update) -> Graph:
     made_nbytes = min(counted_until, sum([t.nbytes for t in left]))
     tensors, make = list(graph.tensors), maker(Tensor)
     for t in graph.tensors:
-        if t.freed_at == last and t.born_at < begins:  # without `replace`, which calls four functions of Python
+        if t.freed_at == last and t.born_at < begins and t.id not in gone:
+            # without `replace`, which calls four functions of Python
             values = list(_values_of(t))
             values[_FREED_AT] = end
             tensors[t.id] = make(*values)
@@ -297,7 +300,7 @@ def begins_with_gradients(graph: Graph) -> bool:
 def at_worst(graph: Graph) -> Graph:
     """The graph of a later step whose loop keeps all tensors that the step before left until backward begins."""
     counted = begins_with_gradients(graph)
-    return with_step_before(graph, lambda t: not (counted and t.kind == "gradient"))
+    return with_step_before(graph, lambda t: t.name != PARKED_STATE and not (counted and t.kind == "gradient"))
 
 
 def _backward_begins(graph: Graph) -> int:
@@ -360,11 +363,14 @@ def refuse_infeasible(
         return
     whole, (step, rests_nbytes) = graph, parked(graph, False)
     if step is not graph:
-        graph = step
         with offloading.beside(rests_nbytes):
-            smallest_nbytes = _smallest_nbytes(graph, offloading, machine, budget_nbytes - headroom) + headroom
-        if smallest_nbytes <= budget_nbytes:
+            parked_nbytes = _smallest_nbytes(step, offloading, machine, budget_nbytes - headroom) + headroom
+        if parked_nbytes <= budget_nbytes:
             return
+        if parked_nbytes < smallest_nbytes:
+            graph, smallest_nbytes = step, parked_nbytes
+        else:  # copies of what rests may take more than they make room for
+            rests_nbytes = 0
     surely_nbytes = savable(graph, True)
     needed = smallest_nbytes - surely_nbytes
     strangers = later.strangers()
@@ -418,12 +424,18 @@ def _smallest_nbytes(graph: Graph, offloading: Offloading, machine: Machine, eno
     """Bytes of the smallest plan, or of a plan that needs at most `enough_nbytes`."""
     if not offloading.wanted:
         return planner.smallest_nbytes(graph, machine, enough_nbytes)
-    return _widened(graph, offloading, machine).smallest_nbytes
+    return _widened(graph, offloading, machine, enough_nbytes).smallest_nbytes
 
 
-def _widened(graph: Graph, offloading: Offloading, machine: Machine) -> planner.Frontier:
+def _widened(graph: Graph, offloading: Offloading, machine: Machine, enough_nbytes: int = 0) -> planner.Frontier:
+    """`enough_nbytes`: as when the step is solved for, time is up only when a plan needs no more, if any may."""
     clock, config, graph = times.current.solver_clock(thread_time), offloading.config, smoothed([graph])
     solved = planner.solve(
-        graph, machine, limit_seconds=config.solver_seconds, search_seconds=worth(graph, config), clock=clock
+        graph,
+        machine,
+        limit_seconds=config.solver_seconds,
+        search_seconds=worth(graph, config),
+        keep_nbytes=enough_nbytes if max(fixed_levels(graph), default=0) <= enough_nbytes else None,
+        clock=clock,
     )
     return offloading.widened(solved)

@@ -308,6 +308,10 @@ FOUND_LOOPS = {
     ),
     # gradients of logits are added up, which torch does in place without a mode, and tiles run under one in each step
     "the mean of logits": Loop(seed=175, nodes=(), features=("head",), steps=8, share=0.0, observed=1),
+    # parking everything took more than it made room for, as the first update shows it, and a refusal named that
+    "a refusal that parks": Loop(
+        seed=70160, nodes=(), features=("parked", "marked"), steps=8, rows=64, optimizer="adamw", share=-0.2, observed=1
+    ),
 }
 
 

@@ -67,6 +67,23 @@ class Joined(nn.Module):
         return x @ torch.cat([self.a, self.b])
 
 
+class Halves(nn.Module):
+    """Each call runs one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList([net(), net()])
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return self.halves[which](x)  # type: ignore[no-any-return]
+
+
+def one_by_one(model: nn.Module, run: Any) -> None:
+    """Each with a backward of its own."""
+    for which in range(2):
+        model(torch.randn(64, 128), which).square().mean().backward()
+
+
 def with_another(params: Any, lr: float) -> optim.Optimizer:
     """It updates a matrix that is not in the model, too."""
     other = nn.Parameter(torch.zeros(64, 64))
@@ -111,6 +128,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "numpy": ({"backward": by_numpy}, "(256.00 KiB): other libraries have their memory."),
     "subclass": ({"make": Mine}, "(256.00 KiB): Mine is not known to update each parameter by itself."),
     "outside": ({"make": with_another}, "(16.00 KiB): some parameters are not in the model that was given. Give a module"),
+    "earlier": ({"build": Halves, "backward": one_by_one}, "(256.00 KiB): they were made before the forward of this plan."),
     "by hand": ({"make": None}, "(256.00 KiB): no optimizer of the run updates their parameters."),
 }
 

@@ -187,6 +187,26 @@ def test_the_number_that_min_reports_can_be_set(optimizer: str, profile_steps: i
     assert again is not None and again.plan.budget_nbytes == state.plan.budget_nbytes
 
 
+def test_the_number_that_min_reports_can_be_set_however_little_time_solvers_have() -> None:
+    """Also where tensors may be parked, though these are too small for it."""
+
+    def trained(budget: Any, **options: Any) -> int:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(layer for _ in range(16) for layer in (nn.Linear(32, 32), nn.GELU(), nn.Tanh())))
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        with optimize(model, optimizer, budget=budget, offload="disk", max_slowdown=1e6, **QUIET, **options) as run:
+            for _ in range(STEPS):
+                model(torch.ones(31, 32)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            plan = run.status().plan
+        assert plan is not None
+        return plan.budget_nbytes
+
+    smallest_nbytes = trained("min")
+    assert trained(smallest_nbytes, solver_seconds=1e-9) == smallest_nbytes
+
+
 def test_what_later_updates_take_is_planned_for() -> None:
     """RAdam takes more from its sixth step on than in the observed ones: the plan says so before."""
     model = Digits()
