@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from lightning_memopt.graph import BEFORE, Copy, Graph, Op, Tensor
+from lightning_memopt.graph import BEFORE, UNRECORDED, Copy, Graph, Op, Tensor
 from lightning_memopt.plan.model import Read, StateParking
 
 PARKED_STATE = "parked state"
@@ -241,17 +241,26 @@ def parked(graph: Graph, states: Sequence[StateOf], chunks: Chunks, trained: Map
         updates.append(replace(update, beside_nbytes=update.beside_nbytes + sum(sizes)))
     early = {op.id for update in graph.updates for op in graph.ops_of(update.at)}
     usual = [run for run in graph.runs_of_updates if run[-1].id not in early]
+    unrecorded = [t for t in graph.tensors if t.name == UNRECORDED]
     for run in usual:  # any of them may update the largest chunk
+        # where one writes a weight, what a loss head in tiles made of it gets its bytes: that is not work of the update
+        others = {t.born_at for t in unrecorded if t.freed_at > run[-1].at}
         for op in run:
             for t in op.outputs:
                 if graph.tensors[t].kind == "temporary":
                     tensors[t] = replace(tensors[t], nbytes=0)
-            ops[op.id] = replace(op, workspace_nbytes=0)
+            if op.at not in others:
+                ops[op.id] = replace(op, workspace_nbytes=0)
         for nbytes in at_end:
             add(nbytes, run[-1].at, run[0].at, run[0])
-    if not usual and not graph.updates:  # it is not known yet where they are
-        for nbytes in at_end:
-            add(nbytes, last)
+    if not usual and not graph.updates:  # no early update has run yet: each will run where its gradient is accumulated
+        for name, sizes in coming_of.items():
+            if name in graph.gradients:
+                _, point = graph.gradients[name]
+                for nbytes in sizes:
+                    add(nbytes, point, point)
+        for nbytes in at_end:  # and others after backward
+            add(nbytes, last, last)
     usual_nbytes = sum(at_end) if graph.updates else 0
     return replace(
         graph,

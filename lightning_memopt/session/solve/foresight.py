@@ -37,7 +37,7 @@ from lightning_memopt.session.parking.joint_frontier import JointFrontier
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.solve.foreseen import Foreseen
 from lightning_memopt.session.solve.machine import machine_of
-from lightning_memopt.session.solve.rehearsal import Rounded, Update, rehearse, still_to_make, with_gradients
+from lightning_memopt.session.solve.rehearsal import SCALARS_NBYTES, Rounded, Update, rehearse, still_to_make, with_gradients
 from lightning_memopt.session.worth import worth
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.rollout import keep_all
@@ -358,14 +358,15 @@ def refuse_infeasible(
     if plain_nbytes <= budget_nbytes - headroom:
         return
     say("MemOpt: the step does not fit as it is; looking for a plan before anything is updated")
-    smallest_nbytes = _smallest_nbytes(graph, offloading, machine, budget_nbytes - headroom) + headroom
-    if smallest_nbytes <= budget_nbytes or smallest_nbytes - savable(graph, False) <= budget_nbytes:
+    most_nbytes = budget_nbytes + SCALARS_NBYTES  # kernels of an update may take less than its rehearsal has for scalars
+    smallest_nbytes = _smallest_nbytes(graph, offloading, machine, most_nbytes - headroom) + headroom
+    if smallest_nbytes <= most_nbytes or smallest_nbytes - savable(graph, False) <= most_nbytes:
         return
     whole, (step, rests_nbytes) = graph, parked(graph, False)
     if step is not graph:
         with offloading.beside(rests_nbytes):
-            parked_nbytes = _smallest_nbytes(step, offloading, machine, budget_nbytes - headroom) + headroom
-        if parked_nbytes <= budget_nbytes:
+            parked_nbytes = _smallest_nbytes(step, offloading, machine, most_nbytes - headroom) + headroom
+        if parked_nbytes <= most_nbytes:
             return
         if parked_nbytes < smallest_nbytes:
             graph, smallest_nbytes = step, parked_nbytes

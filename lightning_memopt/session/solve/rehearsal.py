@@ -36,7 +36,7 @@ from lightning_memopt.torch_private import (
 
 _LATER = 1000
 """The number of the last rehearsed step: some optimizers (RAdam) work differently in their first steps."""
-_SCALARS_NBYTES = 64
+SCALARS_NBYTES = 64
 """Bytes of temporary scalar tensors that kernels make where no dispatch mode sees them."""
 
 Rounded = Callable[[int], int]
@@ -234,7 +234,7 @@ def _of_group(
     }
     # a fused kernel makes no tensors; a capturable optimizer has scalars on the device, and more of them for a moment
     state = tuple(nbytes for k in kinds for nbytes in made[k])
-    return Update(state, (_SCALARS_NBYTES, *(() if fused else beside)), known=not capturable)
+    return Update(state, (SCALARS_NBYTES, *(() if fused else beside)), known=not capturable)
 
 
 def _double(
@@ -320,4 +320,4 @@ def _of_lbfgs(optimizer: optim.Optimizer, rounded: Rounded) -> Update:
     # and gradients of its own
     throughout = (6 if group["line_search_fn"] is None else 10) * flat
     missing = max(0, full - sum(_sizes(state, rounded)))
-    return Update(pieces(missing, [flat] * (2 * history + 2)), (_SCALARS_NBYTES,), throughout)
+    return Update(pieces(missing, [flat] * (2 * history + 2)), (SCALARS_NBYTES,), throughout)

@@ -308,6 +308,10 @@ FOUND_LOOPS = {
     ),
     # gradients of logits are added up, which torch does in place without a mode, and tiles run under one in each step
     "the mean of logits": Loop(seed=175, nodes=(), features=("head",), steps=8, share=0.0, observed=1),
+    # a weight is written in a hook, and the logits that are made of it then take a tile: that was taken for the update's own
+    "made as a weight is written": Loop(
+        seed=81098, nodes=(), features=("hooks", "head", "parked"), steps=8, optimizer="adadelta", share=0.0, observed=1
+    ),
     # parking everything took more than it made room for, as the first update shows it, and a refusal named that
     "a refusal that parks": Loop(
         seed=70160, nodes=(), features=("parked", "marked"), steps=8, rows=64, optimizer="adamw", share=-0.2, observed=1

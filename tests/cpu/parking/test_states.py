@@ -361,12 +361,13 @@ def test_the_smallest_plan_parks_all_state() -> None:
     assert status.measured_peak_nbytes <= status.plan.budget_nbytes
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("solver_seconds", [30.0, 1e-9])
-def test_the_number_of_the_smallest_plan_can_be_set(solver_seconds: float) -> None:
+def test_the_number_of_the_smallest_plan_can_be_set(solver_seconds: float, early: bool) -> None:
     """It is not refused before the first update, though the batch is freed only then, and however little time solvers have."""
-    least, _ = trained_by("min")
+    least, _ = trained_by("min", early=early)
     budget = least.plan.budget_nbytes
-    status, _ = trained_by(budget, solver_seconds=solver_seconds)
+    status, _ = trained_by(budget, early=early, solver_seconds=solver_seconds)
     assert status.plan.states and status.measured_peak_nbytes <= budget == status.plan.budget_nbytes
 
 
