@@ -11,7 +11,7 @@ device at once, and the step waits only for what takes longer than this computin
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -64,6 +64,11 @@ class Chunk:
     parameters: tuple[str, ...]
     beside_nbytes: int
     comes_ahead: bool
+
+    def without(self, parameters: Container[str]) -> Chunk:
+        """Without these parameters, which are updated early."""
+        left = tuple(name for name in self.parameters if name not in parameters)
+        return replace(self, parameters=left, beside_nbytes=self.beside_nbytes if left else 0)
 
 
 Chunks = Sequence[Sequence[Chunk]]
@@ -238,7 +243,8 @@ def parked(graph: Graph, states: Sequence[StateOf], chunks: Chunks, trained: Map
             # also in a plan that does not update its neighbours early: then it takes less than this
             for nbytes in sizes:
                 add(nbytes, freed_at, born_at, None if before or after else update_ops[0])
-        updates.append(replace(update, beside_nbytes=update.beside_nbytes + sum(sizes)))
+        late_nbytes = sum(sizes) + trained.get(name, 0)  # what a chunk has if it is updated late
+        updates.append(replace(update, beside_nbytes=update.beside_nbytes + late_nbytes))
     early = {op.id for update in graph.updates for op in graph.ops_of(update.at)}
     usual = [run for run in graph.runs_of_updates if run[-1].id not in early]
     unrecorded = [t for t in graph.tensors if t.name == UNRECORDED]

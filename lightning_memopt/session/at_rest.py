@@ -285,14 +285,18 @@ class AtRest(Part):
         least = _least_seconds(graph, rests, ahead is not None, limit_nbytes)
         return [each.bounded(least) for each in (*whole, *tries)]
 
-    def smallest(self, graph: Graph, all_of_it: bool = False) -> tuple[Graph, int]:
+    def smallest(self, graph: Graph, all_of_it: bool = False, early: AbstractSet[str] = frozenset()) -> tuple[Graph, int]:
         """The step of this graph with everything parked that the tier has room for, as the first update will make it, and the
-        bytes that this takes there. `all_of_it`: with everything that can be.
+        bytes that this takes there. `all_of_it`: with everything that can be. `early`: names of the parameters that are updated
+        early, of which the graph does not say it yet.
         """
         found = Rests(tuple(self.states.found(graph, timed=False)), tuple(self.weights.found(graph, timed=False)))
+        freed = [each for each in found.states if each.parking.what == "gradient" and each.parking.parameter in early]
+        found = found.only([each for each in found.by_price() if each not in freed])
         self._tell_of_others(graph)
         rests = found if all_of_it else found.within(self._offloading.limit_nbytes)
-        return self._in_step(graph, rests), rests.tier_nbytes
+        chunks = [[chunk.without(early) for chunk in own] for own in self.states.chunks(graph, rests)]
+        return rests.in_step(graph, chunks), rests.tier_nbytes
 
     def _tell_of_others(self, graph: Graph) -> None:
         """A budget is missed, or the least is looked for: tell what rests and cannot be parked, and why."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 
@@ -45,7 +46,8 @@ from lightning_memopt.torch_private import local_tensor
 from lightning_memopt.units import format_nbytes
 
 _IF = " (if the loop holds nothing more from one step to the next)"
-Parked = Callable[[Graph, bool], tuple[Graph, int]]
+Parked = Callable[..., tuple[Graph, int]]
+"""`AtRest.smallest`."""
 
 Say = Callable[[str], None]
 
@@ -93,6 +95,7 @@ class Foresight:
             if self._plan is not None and self._plan.fits(to_come, limit_nbytes, machine_of(observation.device)):
                 return
             later = Later(self.optimizers, others, observation.device)
+            parked = partial(parked, early={final.name for final in observation.finals_seen()})
             refuse_infeasible(to_come, budget_nbytes, offloading, say, self.update.known, later, savable, parked)
 
     def to_come(self, observation: Observation) -> Graph:
