@@ -121,7 +121,7 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
     ),
     ("integrations/to_device.py", "MemOpt: the weights"): (
         "A front is about to move a model to a device, and the budget, or the device, has no room for all of its weights.",
-        "Nothing, if frozen ones stay in the host's memory. Otherwise do what the line says, or set a larger budget.",
+        "Nothing, if they, or frozen ones, stay in the host's memory. Otherwise do what the line says, or set a larger budget.",
     ),
     ("runtime/parked_gradients.py", "MemOpt: gradients that the plan parks"): (
         "The plan copies gradients to a tier in backward. One cannot be written there, or it is not the one that autograd "
@@ -229,7 +229,7 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "step takes more bytes than predicted.",
         "Do what the line says.",
     ),
-    ("session/parked_weights.py", "MemOpt: the frozen weights of"): (
+    ("session/parked_weights.py", "MemOpt: the weights of"): (
         "`to_device` parked them before the run. Without `offload`, a plan cannot decide which of them come to the device.",
         "Set `offload` as the line says: the plan keeps those on the device for which the budget has room.",
     ),

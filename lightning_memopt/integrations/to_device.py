@@ -1,4 +1,4 @@
-"""Move a model to a device that has no room for its frozen weights."""
+"""Move a model to a device that has no room for its weights."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from lightning_memopt.units import format_nbytes
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def to_device(model: Model, device: torch.device | str = "cuda") -> Model:
-    """Move a model to a device, as `model.to(device)` does, without its frozen weights (`requires_grad=False`). These stay in
-    page-locked memory of the host, or in a file where the device is the CPU. Those of each block are on the device only while
-    the block runs, in training and in evaluation.
+def to_device(model: Model, device: torch.device | str = "cuda", trained: bool = False) -> Model:
+    """Move a model to a device, as `model.to(device)` does, without its frozen weights (`requires_grad=False`), and without
+    those that are `trained`. These stay in page-locked memory of the host, or in a file where the device is the CPU. Those of
+    each block are on the device only while the block runs, in training and in evaluation, and while they are updated.
 
     For models that are larger than the device. All code sees the weights on the device, and reads the same bits. Then train
     under a budget with `offload="host"` (a file: `"disk"`): the plan says how many of the weights stay on the device.
@@ -39,7 +39,7 @@ def to_device(model: Model, device: torch.device | str = "cuda") -> Model:
         raise UnsupportedError("Weights are parked by the native engine, which is not there. Install a C++ compiler.")
     parked = parks_of(model)
     for now in {p.device for p in model.parameters()}:
-        for path, own in weight_units(model, now).items():
+        for path, own in weight_units(model, now, set(map(id, model.parameters())) if trained else ()).items():
             module, weights = model.get_submodule(path), list(own.values())
             if parked.has(path, module, weights):
                 continue
@@ -54,7 +54,7 @@ def to_device(model: Model, device: torch.device | str = "cuda") -> Model:
 
 def make_room(model: nn.Module, device: torch.device, config: MemOptConfig, say: Callable[[str], None]) -> None:
     """A front is about to move a model to a device. If the budget, or the device, has no room for the weights that come, leave
-    the frozen ones in the host's memory, as `to_device` does; and say so.
+    the frozen ones in the host's memory, as `to_device` does; all of them, if there is no room for the others, either. Say so.
     """
     if on_host(device) or disabled() or config.offload_to[0] not in ("auto", "host"):
         return
@@ -62,15 +62,18 @@ def make_room(model: nn.Module, device: torch.device, config: MemOptConfig, say:
     nbytes = sum(t.nbytes for t in tensors.values())
     budget, left = config.budget_nbytes(device), backend_of(device).left_nbytes()
     limit = min((most for most in (budget, left) if most is not None), default=nbytes)
-    if nbytes <= limit or not any(weight_units(model, now) for now in {t.device for t in tensors.values()}):
+    trained = sum(t.nbytes for t in tensors.values() if t.requires_grad) > limit
+    allowed = set(tensors) if trained else ()
+    if nbytes <= limit or not any(weight_units(model, now, allowed) for now in {t.device for t in tensors.values()}):
         return
     try:
-        to_device(model, device)
+        to_device(model, device, trained)
     except (UnsupportedError, OffloadError) as error:
         say(f"MemOpt: the weights ({format_nbytes(nbytes)}) have no room in {format_nbytes(limit)}, none are parked: {error}")
         return
+    which = "they" if trained else "frozen ones"
     say(
-        f"MemOpt: the weights ({format_nbytes(nbytes)}) have no room in {format_nbytes(limit)}: frozen ones stay in the host's "
+        f"MemOpt: the weights ({format_nbytes(nbytes)}) have no room in {format_nbytes(limit)}: {which} stay in the host's "
         "memory, and are on the device only while their module runs"
     )
 

@@ -330,6 +330,7 @@ class ParkedWeights:
         shelf = Shelf(on_shelf(w.nbytes for w in weights), directory, weights[0].device, limit_nbytes)
         unit = self._units[path] = _Unit(module, weights, shelf, native)
         unit.listening.enter_context(beneath_calls({path: module}, partial(self._called, unit), shares=True))
+        self._trained.update(unit.trained())
 
     @property
     def tier_nbytes(self) -> int:

@@ -125,7 +125,7 @@ class WeightsAtRest(Part):
         """Tell if no plan of this run brings weights home that `to_device` has parked."""
         if self._placed and not self.offloading.tier:
             self._say(
-                f"MemOpt: the frozen weights of {len(self._placed)} modules stay parked, as to_device() left them, and no plan "
+                f"MemOpt: the weights of {len(self._placed)} modules stay parked, as to_device() left them, and no plan "
                 f"counts on them: set offload='{'disk' if on_host(self.offloading.device) else 'host'}'"
             )
 

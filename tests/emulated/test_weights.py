@@ -1,7 +1,8 @@
-"""Frozen weights in the host's memory: bits, bytes, the order of copies and kernels; models larger than the card."""
+"""Weights in the host's memory: bits, bytes, the order of copies and kernels; models larger than the card."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -43,17 +44,18 @@ def model_of() -> nn.Module:
     return nn.Sequential(*(Block() for _ in range(6)))
 
 
-def train(model: nn.Module, budget: Any, **options: Any) -> tuple[list[Tensor], Any]:
-    """The losses and trained weights of some steps, and the run's status."""
+def train(model: nn.Module, budget: Any, early: str = "auto", **options: Any) -> tuple[list[Tensor], Any]:
+    """The losses and weights of some steps, and the run's status. `early`: whether parameters are updated in backward."""
     torch.manual_seed(1)
     optimizer = optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
     losses = []
 
-    def loop() -> None:
+    def loop(last: Any = contextlib.nullcontext) -> None:
         for _ in range(7):
             optimizer.zero_grad()
             loss = model(torch.randn(64, 256, device="cuda")).square().mean()
-            loss.backward()
+            with last():
+                loss.backward()
             optimizer.step()
             losses.append(loss.detach().cpu())
 
@@ -61,8 +63,9 @@ def train(model: nn.Module, budget: Any, **options: Any) -> tuple[list[Tensor], 
     if budget is None:
         loop()
     else:
-        with optimize(model, optimizer, budget=budget, max_slowdown=1e6, **options) as run:
-            loop()
+        options |= {"optimizer_in_backward": early, "max_slowdown": 1e6}
+        with optimize(model, optimizer, budget=budget, **options) as run:
+            loop(run.last_backward if early == "always" else contextlib.nullcontext)
             status = run.status()
     return [*losses, *(p.detach().cpu() for p in model.parameters())], status
 
@@ -172,3 +175,50 @@ def test_blocks_that_are_called_on_streams_of_their_own(then: str) -> None:
             torch.cuda.synchronize()
             assert torch.equal(first, expected[0]) and all(one.eq(1).all() for one in ones)
     assert device.races() == before
+
+
+class Trained(nn.Module):
+    """Two matrices of 1 MiB each, and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(256, 1024, bias=False), nn.Linear(1024, 256)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.narrow(nn.functional.gelu(self.wide(x))))
+
+
+def trained_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Trained() for _ in range(6)))
+
+
+@pytest.mark.parametrize("early", ["never", "always"])
+def test_weights_that_are_trained_come_from_the_host(early: str) -> None:
+    """Their updates write them on the device, where fused kernels move no version counter, and they are copied out. With room
+    for two blocks, they are copied ahead. Nothing is read before it is written.
+    """
+    plain, _ = train(trained_model().cuda(), None)
+    without, least = train(trained_model().cuda(), "min", early, offload="none")
+    smallest, status = train(trained_model().cuda(), "min", early, offload="host")
+    before = device.races()
+    assert equal(without, plain) and equal(smallest, plain)
+    assert len(status.plan.weights) == 6 and all(unit.are_trained for unit in status.plan.weights)
+    assert least.plan.budget_nbytes - status.plan.budget_nbytes >= 8 * MIB
+    assert status.measured_peak_nbytes == status.predicted_peak_nbytes <= status.plan.budget_nbytes
+    found, status = train(trained_model().cuda(), status.plan.budget_nbytes + 6 * MIB, early, offload="host")
+    assert equal(found, plain) and device.races() == before
+    assert any(any(unit.beside) for unit in status.plan.weights)
+    assert status.measured_peak_nbytes == status.predicted_peak_nbytes <= status.plan.budget_nbytes
+
+
+def test_a_model_that_is_trained_and_never_was_on_the_card() -> None:
+    plain, _ = train(trained_model().cuda(), None)
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_allocated()
+    model = to_device(trained_model(), "cuda", trained=True)
+    assert torch.cuda.memory_allocated() - held < MIB
+    found, status = train(model, 11 * MIB, offload="host")
+    assert equal(found, plain) and status.plan.weights
+    assert status.measured_peak_nbytes == status.predicted_peak_nbytes <= 11 * MIB < sum(p.nbytes for p in model.parameters())

@@ -398,7 +398,7 @@ def test_each_of_two_optimizers_has_its_chunks() -> None:
                 optimizer.step()
         status = run.status()
     assert status.plan is not None and [state.what for state in status.plan.states] == ["state"] * 12 + ["gradient"] * 6
-    assert 0 <= status.predicted_peak_nbytes - status.measured_peak_nbytes <= 4096
+    assert 0 <= status.predicted_peak_nbytes - status.measured_peak_nbytes <= 8192  # of any optimizer, the largest chunk
 
 
 def test_nothing_is_parked_where_the_step_fits() -> None:
@@ -423,7 +423,7 @@ def test_little_more_is_moved_than_the_budget_is_missed_by() -> None:
         budget = least + part * (most - least) // 10
         status, _ = trained_by(budget)
         moved = sum(2 * state.nbytes for state in status.plan.states)
-        assert status.measured_peak_nbytes <= budget and 0 < moved <= 2 * (most - budget + 3 * matrix_nbytes)
+        assert status.measured_peak_nbytes <= budget and 0 < moved <= 2 * (most - budget + 4 * matrix_nbytes)
 
 
 def test_an_optimizer_that_may_do_more_than_torchs_keeps_its_state() -> None:
