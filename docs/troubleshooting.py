@@ -211,11 +211,11 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         NOTHING,
     ),
     ("session/at_rest.py", "MemOpt: on the device only while"): (
-        "With `offload=`, frozen weights rest in the tier while other modules run, because the budget needs the bytes.",
+        "With `offload=`, weights rest in the tier while other modules run, because the budget needs the bytes.",
         NOTHING,
     ),
     ("session/parked_weights.py", "MemOpt: weights are not parked"): (
-        "The plan could park frozen weights, but not here, for the reason named.",
+        "The plan could park weights, but not here, for the reason named.",
         "What the line says. Otherwise nothing: the plan keeps the budget without it, or another line says that none does.",
     ),
     ("session/parked_weights.py", "MemOpt: weights stay on the device"): (

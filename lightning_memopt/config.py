@@ -42,11 +42,11 @@ class MemOptConfig:
         recompute: whether saved tensors may be dropped and rebuilt. False: no op runs twice. Then only `offload`, `compress`
             and `optimizer_in_backward` reduce memory, and observed steps use as much memory as without a plan.
         offload: where saved tensors may be parked until backward, gradients from then until the update, optimizer state between
-            updates, and frozen weights while other modules run: `"none"`; `"disk"` (an unnamed temporary file, for any device,
+            updates, and weights while other modules run: `"none"`; `"disk"` (an unnamed temporary file, for any device,
             in the system's temporary directory or the given one: `"disk:/fast/nvme"`); `"host"` (page-locked memory, for CUDA
             devices); `"auto"` (`"host"` for CUDA devices, else `"none"`).
         host_budget: the most bytes of the host's memory that this process may take for what it parks there: saved tensors,
-            gradients, optimizer state and frozen weights together. Written as `budget`; shares are of the host's memory. Plans
+            gradients, optimizer state and weights together. Written as `budget`; shares are of the host's memory. Plans
             that would take more are not made. None: nine tenths of what the machine, or its container, has left when a plan is
             made.
         disk_budget: the same for files, with `offload="disk"`. Shares are of the disk.

@@ -57,7 +57,7 @@ class OnCard:
     tier_nbytes: bytes that a run by the plan takes there.
     early_updates: number of parameters that are updated in backward.
     tiles: the loss heads that run in tiles under the plan, in the smallest ones that a run tries.
-    at_rest: which optimizer state and frozen weights the plan parks while they rest; "" if none.
+    at_rest: which optimizer state, gradients and weights the plan parks while they rest; "" if none.
     others: where no plan fits, what options would bring that were not given.
     checkpointed: the step with gradient checkpointing; None if nobody asked about it, or it was not recorded.
     peak_nbytes: the peak of the step as it would run: unmodified, or by the plan; else the smallest budget that works.

@@ -1,5 +1,5 @@
 """What rests in a training that is asked about, and may be parked: optimizer state between updates, gradients from backward to
-the update, and frozen weights while other modules run. It is what a run would park (`session/at_rest.py`).
+the update, and weights while other modules run. It is what a run would park (`session/at_rest.py`).
 """
 
 from __future__ import annotations

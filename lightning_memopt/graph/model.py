@@ -177,7 +177,7 @@ class EarlyUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """A copy that every step makes, because what rests is parked meanwhile: frozen weights, gradients, or optimizer state.
+    """A copy that every step makes, because what rests is parked meanwhile: weights, gradients, or optimizer state.
 
     tensor: id of the first weight of a module, of a gradient, or of the parameter that has the state.
     lane: whether it is copied out of the device, or in.

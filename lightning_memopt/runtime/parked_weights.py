@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -290,6 +291,7 @@ class ParkedWeights:
     """Weights of some modules that are parked: none at first.
 
     moved_nbytes: bytes that were copied so far, both ways.
+    forked: the process was forked, and weights that are trained are on the device since then.
 
     Many methods: units come and go with calls, with backward and with updates, and are copied ahead.
     """
@@ -305,6 +307,8 @@ class ParkedWeights:
         self._streams = OwnStreams()  # for copies ahead
         self._units: dict[str, _Unit] = {}
         self._trained: dict[int, _Weight] = {}  # by the identity of the parameter
+        self.forked = False
+        _living.add(self)
 
     @property
     def paths(self) -> frozenset[str]:
@@ -364,6 +368,12 @@ class ParkedWeights:
         self._trained = dict(pair for unit in self._units.values() for pair in unit.trained())
         for unit in self._units.values():
             unit.next = {}
+
+    def before_fork(self) -> None:
+        paths = [path for path, unit in self._units.items() if on_host(unit.device) and any(unit.trained())]
+        if paths:
+            self.home(paths)
+            self.forked = True
 
     def let_go(self) -> None:
         """Park no weights that have been given other storages meanwhile."""
@@ -518,6 +528,19 @@ def _nodes_of(value: Any) -> set[Any]:
                 waiting.append([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
     return nodes - {None}
 
+
+_living: weakref.WeakSet[ParkedWeights] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    """A forked process has the file in common, so it would read what the parent writes there later: weights of the CPU that are
+    trained are in memory then. The parent parks them again in the next step.
+    """
+    for parked in tuple(_living):
+        parked.before_fork()
+
+
+os.register_at_fork(before=_before_fork)
 
 _placed: weakref.WeakKeyDictionary[nn.Module, ParkedWeights] = weakref.WeakKeyDictionary()
 """Models whose frozen weights were never on the device together (`to_device`)."""

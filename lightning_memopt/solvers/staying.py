@@ -1,7 +1,7 @@
-"""What a plan need not park of what rests: optimizer state, gradients and frozen weights that its budget has room for.
+"""What a plan need not park of what rests: optimizer state, gradients and weights that its budget has room for.
 
 In: a step in which all of it is parked, a plan for that step, and a budget. Out: what may stay on the device. State that stays
-takes its bytes at every point, a gradient from the point on at which it would leave, a frozen weight where its module does not
+takes its bytes at every point, a gradient from the point on at which it would leave, a weight where its module does not
 run. So where a step has most bytes for a short time only, what is not there at that time stays.
 """
 

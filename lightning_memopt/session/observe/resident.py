@@ -67,7 +67,7 @@ def sizes(tensors: Iterable[Named], device: torch.device) -> list[int]:
 
 
 def away_nbytes(model: nn.Module, gradients: bool = True) -> int:
-    """Bytes of the frozen weights of a model that are in a tier now, and of its gradients, if any may be parked."""
+    """Bytes of the weights of a model that are in a tier now, and of its gradients, if any may be parked."""
     if not AWAY:
         return 0
     there = [g for p in model.parameters() if (g := gradient_of(p)) is not None and is_plain(g)] if gradients else []

@@ -1,4 +1,4 @@
-"""Why a run parks no gradients and no frozen weights, or nothing that an optimizer reads."""
+"""Why a run parks no gradients and no weights, or nothing that an optimizer reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RANKS = Reason("several processes train, and plans of ranks park none yet", "Sh
 
 
 def obstacle(offloading: Offloading, alone: bool) -> Reason | None:
-    """The first reason against gradients and frozen weights, which stay readable: their storages get the tier's own memory.
+    """The first reason against gradients and weights, which stay readable: their storages get the tier's own memory.
     `alone`: no other process trains the model.
     """
     if on_host(offloading.device) != (offloading.tier == "disk"):
