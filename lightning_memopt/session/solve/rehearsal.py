@@ -205,16 +205,20 @@ def _only_writes(func: Any) -> bool:
 
 
 def _casts(operands: Iterable[Any], results: Iterable[Any]) -> list[int]:
-    """Bytes of the casts that a pointwise op of the CPU makes where its operands are of several types: of each operand, and of
-    each result, that is not of the type in which it computes. (CUDA's kernels cast number by number.)
+    """Bytes of the casts that a pointwise op of the CPU makes where its operands are of several floating types: of each operand,
+    and of each result, that is not of the type in which it computes. (CUDA's kernels cast number by number.)
     """
-    read, made = ([t for t in each if isinstance(t, torch.Tensor) and t.dim()] for each in (operands, results))
+    read, made = ([t for t in each if _is_floating(t)] for each in (operands, results))
     types = {t.dtype for t in read}
     if len(types) < 2:
         return []
     computed = reduce(torch.promote_types, types)
-    cast = [*read, *(t for t in made if t.dtype != torch.bool)]  # comparisons write their results as they are
-    return [t.numel() * computed.itemsize for t in cast if t.dtype != computed]
+    return [t.numel() * computed.itemsize for t in (*read, *made) if t.dtype != computed]
+
+
+def _is_floating(t: Any) -> bool:
+    """Whether it is a tensor of floating numbers, not of one alone: scalars are cast by themselves."""
+    return isinstance(t, torch.Tensor) and t.is_floating_point() and t.dim() > 0
 
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
