@@ -24,11 +24,13 @@ class RegisteredStep:
     """The step of a throw-away optimizer whose class is registered.
 
     live_nbytes: tells the bytes of the tensors that the step has made and that are alive.
+    draws: tells whether it has drawn random numbers.
     """
 
-    def __init__(self, double: optim.Optimizer, live_nbytes: Callable[[], int]) -> None:
+    def __init__(self, double: optim.Optimizer, live_nbytes: Callable[[], int], draws: Callable[[], bool]) -> None:
         self._double = double
         self._live_nbytes = live_nbytes
+        self._draws = draws
         self._raw = step_without_hooks(type(double)) or type(double).step
         self._rounds = self._most_nbytes = 0
 
@@ -53,6 +55,8 @@ class RegisteredStep:
             raise self._refusal(f"sets self.{changed[0]}", "Keep it in self.state[p]")
         if changes:
             raise self._refusal("changes options of its groups", "Keep what it counts in self.state[p]")
+        if self._draws():
+            raise self._refusal("draws random numbers, which other parameters would get in backward", "Draw none")
         held_nbytes = self._most_nbytes - before_nbytes
         makes_state = self._live_nbytes() > before_nbytes
         if held_nbytes >= LEAST_NBYTES and not makes_state:  # the next rehearsed step makes none

@@ -134,6 +134,7 @@ class _Ledger(Outside):
     host: whether tensors of the host are counted, in addition to those without memory.
     existing: objects from before; the tensors among them are not counted.
     value: the number that Python reads of a tensor without memory.
+    draws: whether an op has drawn random numbers.
     """
 
     def __init__(self, host: bool, rounded: Rounded, existing: Iterable[Any]) -> None:
@@ -141,6 +142,7 @@ class _Ledger(Outside):
         self.host, self.rounded = host, rounded
         self.live_nbytes = self.peak_nbytes = 0
         self.value = 1
+        self.draws = False
         self._existing = [t.untyped_storage() for t in existing if isinstance(t, torch.Tensor)]
         self._storages: dict[int, weakref.ref[Any]] = {s._cdata: weakref.ref(s) for s in self._existing}
         self._events: list[tuple[int, int]] = []
@@ -151,6 +153,7 @@ class _Ledger(Outside):
             return self.value
         if _only_writes(func) and args[0] and all(t.is_meta for t in args[0]):
             return None  # its kernels for `meta` would look at each tensor, and do nothing
+        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
             if isinstance(t, torch.Tensor) and self._counts(t.device):
@@ -242,7 +245,7 @@ def _of_group(
     ledger = _Ledger(on_host(device), rounded, existing)
     step: Callable[[], Any]
     if is_registered(optimizer):
-        step = RegisteredStep(double, lambda: ledger.live_nbytes)
+        step = RegisteredStep(double, lambda: ledger.live_nbytes, lambda: ledger.draws)
     else:
         raw = step_without_hooks(type(double))
         assert raw is not None, "it is torch's step"

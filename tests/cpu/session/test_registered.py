@@ -148,7 +148,7 @@ class GoesTwice(Own):
 class GoesElsewhere(Own):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in [p for group in self.param_groups for p in group["params"]][::-1] if closure else self._all():
+        for p in self._all():
             p.sub_(p.grad)
 
     def _all(self) -> Any:
@@ -164,6 +164,14 @@ class Holds(Own):
                 p.sub_(twice)
 
 
+class Draws(Own):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad).add_(torch.rand_like(p), alpha=1e-6)
+
+
 class Reads(Own):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -177,6 +185,7 @@ REFUSED = {
     CountsItself: "sets self.count",
     GoesTwice: "goes through self.param_groups 2 times",
     GoesElsewhere: "goes through self.param_groups 0 times",
+    Draws: "draws random numbers",
     Holds: "still holds temporary tensors of ",
     Reads: "fails on tensors without memory",
 }
