@@ -208,8 +208,8 @@ def _only_writes(func: Any) -> bool:
 
 
 def _casts(operands: Iterable[Any], results: Iterable[Any]) -> list[int]:
-    """Bytes of the casts that a pointwise op of the CPU makes where its operands are of several floating types: of operands, and
-    of results, that are not of the type in which it computes. (CUDA's kernels cast number by number.)
+    """Bytes of the casts that a pointwise op of the CPU makes where its operands are of several floating types: of operands and
+    results that are not of the type in which it computes. (CUDA's kernels cast number by number.)
     """
     read, made = ([t for t in each if _is_floating(t)] for each in (operands, results))
     types = {t.dtype for t in read}
