@@ -187,7 +187,7 @@ CARDS = {
     "llama-8b-40gib": Card(partial(llama_8b, False, 4096), 40, 38, tile="exact", offload="host"),
     "llama-8b-24gib": Card(partial(llama_8b, False, 4096), 24, 22, tile="exact", offload="host"),
     "llama-8b-fp32-40gib": Card(partial(llama_8b, False, 4096), 40, 38, "float32", tile="exact", offload="host"),
-    "llama-8b-fp32-24gib": Card(partial(llama_8b, False, 4096), 24, 23, "float32", tile="exact", offload="host"),
+    "llama-8b-fp32-24gib": Card(partial(llama_8b, False, 4096), 24, 22, "float32", tile="exact", offload="host"),
     "sdxl-like-16gib": Card(sdxl, 16, 15, offload="host"),
 }
 
