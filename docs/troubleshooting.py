@@ -198,7 +198,7 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
     ("session/solve/foresight.py", "MemOpt: the step does not fit"): ("The unmodified step is above the budget.", NOTHING),
     ("session/parked_states.py", "MemOpt: optimizer state is not parked"): (
         "Parameters are updated a few at a time while the state of the others is in a tier. Only of torch's own optimizers is "
-        "it known that this gives the same bits.",
+        "it known that this gives the same bits, and of registered ones.",
         "What the line says. Otherwise nothing: the plan keeps the budget without it, or another line says that none does.",
     ),
     ("session/parked_states.py", "MemOpt: gradients stay on the device"): (

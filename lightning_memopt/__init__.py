@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports a name
     from lightning_memopt.integrations.to_device import to_device
     from lightning_memopt.integrations.transformers import MemOptTrainerCallback
     from lightning_memopt.plan import Plan
-    from lightning_memopt.record import Rule, register_op
+    from lightning_memopt.record import Rule, register_op, register_optimizer
     from lightning_memopt.session import RunStatus, Session
     from lightning_memopt.strategies import MemOptMixin
     from lightning_memopt.strategies.ddp import MemOptDDPStrategy
@@ -61,6 +61,7 @@ _PUBLIC = {
     "find_max_batch_size": "lightning_memopt.integrations.batch_size",
     "optimize": "lightning_memopt.integrations.plain",
     "register_op": "lightning_memopt.record",
+    "register_optimizer": "lightning_memopt.record",
     "to_device": "lightning_memopt.integrations.to_device",
 }
 
@@ -91,6 +92,7 @@ __all__ = [
     "find_max_batch_size",
     "optimize",
     "register_op",
+    "register_optimizer",
     "to_device",
 ]
 

@@ -44,7 +44,7 @@ from lightning_memopt.record.devices import rules_in_force
 from lightning_memopt.record.exposure import unwatched, watching, watching_sizes
 from lightning_memopt.record.levels import around_dual_levels, in_dual_level, in_transform
 from lightning_memopt.record.modes import Outside
-from lightning_memopt.record.optimizers import parameters_of, updates_any
+from lightning_memopt.record.optimizers import double_of, is_registered, parameters_of, register_optimizer, updates_any
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
 from lightning_memopt.record.recorder import Recorder
 from lightning_memopt.record.rules import Rule, is_norm, register_op, rule_of, rule_of_call, written_by
@@ -83,6 +83,7 @@ __all__ = [
     "around_dual_levels",
     "compiled_modules",
     "detached",
+    "double_of",
     "drop_seams",
     "eager_modules",
     "fills",
@@ -92,11 +93,13 @@ __all__ = [
     "instead_of_calls",
     "is_norm",
     "is_plain",
+    "is_registered",
     "keep_seams",
     "listening_to",
     "numeric_flags",
     "parameters_of",
     "register_op",
+    "register_optimizer",
     "rule_of",
     "rule_of_call",
     "rules_in_force",

@@ -21,7 +21,7 @@ import torch
 from torch import optim
 
 from lightning_memopt.errors import UpdatesInBackwardError
-from lightning_memopt.record import parameters_of, uncompiled
+from lightning_memopt.record import is_registered, parameters_of, uncompiled
 from lightning_memopt.runtime.between import Between, Snapshot, Touched
 from lightning_memopt.runtime.gradients import Told, reads_of_gradients
 from lightning_memopt.runtime.reduced import Reduced
@@ -41,7 +41,8 @@ ALLOWED: tuple[type[optim.Optimizer], ...] = (
     optim.Adafactor,
     optim.Muon,
 )
-"""These classes update each parameter by itself, and write to its own state alone. Subclasses, which may do more, are refused.
+"""These classes update each parameter by itself, and write to its own state alone. Subclasses, which may do more, are refused
+unless they are registered (`register_optimizer`).
 """
 
 
@@ -77,7 +78,9 @@ Options = list[dict[str, tuple[Any, int]]]
 """For each group of an optimizer: option -> (value, version counter of the value; 0 if the value is not a tensor)."""
 
 
-def _options_of(optimizer: optim.Optimizer) -> Options:
+def options_of(optimizer: optim.Optimizer) -> Options:
+    """The options of its groups as they are now."""
+
     def version_of(value: Any) -> int:
         return value._version if isinstance(value, torch.Tensor) else 0
 
@@ -110,16 +113,19 @@ def step_without_hooks(kind: type[optim.Optimizer]) -> Callable[..., Any] | None
 
 
 def of_step(optimizer: optim.Optimizer, allowed: tuple[type[optim.Optimizer], ...]) -> list[Reason]:
-    """The reasons why parameters of an optimizer cannot be stepped one by one. `allowed`: the classes for which they can."""
-    if type(optimizer) not in allowed:
+    """The reasons why parameters of an optimizer cannot be stepped one by one. `allowed`: the classes for which they can, in
+    addition to registered ones.
+    """
+    registered = is_registered(optimizer)
+    if type(optimizer) not in allowed and not registered:
         names = ", ".join(cls.__name__ for cls in allowed)
         what = f"{type(optimizer).__name__} is not known to update each parameter by itself"
-        return [Reason(what, f"Use one of {names}, exactly, not a subclass")]
+        return [Reason(what, f"Use one of {names}, exactly, not a subclass, or say that yours does: register_optimizer(...)")]
     reasons = []
     raw = step_without_hooks(type(optimizer))
     own = vars(optimizer).get("step")
     replaced = own is not None and not getattr(own, "_wrapped_by_lr_sched", False)  # schedulers of torch wrap it
-    if replaced or not getattr(raw, "__module__", "").startswith("torch.optim"):
+    if replaced or not (registered or getattr(raw, "__module__", "").startswith("torch.optim")):
         reasons.append(Reason(f"the step of {type(optimizer).__name__} was replaced", "Leave it as torch has it"))
     if any(group.get("differentiable") for group in optimizer.param_groups):
         reasons.append(Reason("the optimizer is differentiable", "Set differentiable=False"))
@@ -203,7 +209,7 @@ class EarlyUpdates:
         self._listen()
         self._final, self._complete = final, set()
         self._groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
-        self._options = _options_of(self.optimizer)
+        self._options = options_of(self.optimizer)
         params = parameters_of(self.optimizer)
         # registered in every step, to run after the user's hooks, which see the gradient; copies of the model do not get them
         self._handles = [p.register_post_accumulate_grad_hook(self._hook) for p in params if p.requires_grad and p.is_leaf]
@@ -257,7 +263,7 @@ class EarlyUpdates:
 
     def options_changed(self) -> bool:
         """Whether an option of a group (a learning rate) has changed since the last backward began. New groups do not count."""
-        groups = zip(self._options, _options_of(self.optimizer), strict=False)
+        groups = zip(self._options, options_of(self.optimizer), strict=False)
         return any(a.keys() != b.keys() or not all(_same(a[k], b[k]) for k in a) for a, b in groups)
 
     def touched(self) -> bool:

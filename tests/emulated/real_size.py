@@ -22,9 +22,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from lightning_memopt import register_optimizer
 from lightning_memopt.integrations.to_device import to_device
 from lightning_memopt.runtime.tiers import streams
 from tests.emulated import device
+from tests.emulated.float32_adamw import Float32AdamW
 from tests.emulated.reserved import HEADER, MIB, Loss, Made, run
 from tests.emulated.unet import DiffusionUNet
 
@@ -151,6 +153,7 @@ def sdxl() -> Made:
 class Card:
     """A model on a card of some GiB, the budget in GiB, and whether the loss head runs in tiles.
 
+    update: of torch's AdamW, "fused" or "foreach"; or "float32": AdamW with float32 state (float32_adamw.py).
     larger: the card has no room for the weights. Frozen ones are in the host's memory from the beginning.
     offload: what rests may be there, too.
     """
@@ -164,6 +167,12 @@ class Card:
     offload: str = "none"
 
 
+register_optimizer(Float32AdamW)
+UPDATES: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    "foreach": torch.optim.AdamW,
+    "fused": partial(torch.optim.AdamW, fused=True),
+    "float32": Float32AdamW,
+}
 CARDS = {
     "gpt2-xl": Card(gpt2_xl, 40, 36, "foreach"),
     "vit-h": Card(vit_h, 24, 20, "foreach"),
@@ -177,6 +186,8 @@ CARDS = {
     "llama-70b-lora-24gib": Card(partial(llama_70b, 2048), 24, 22, larger=True, offload="host"),
     "llama-8b-40gib": Card(partial(llama_8b, False, 4096), 40, 38, tile="exact", offload="host"),
     "llama-8b-24gib": Card(partial(llama_8b, False, 4096), 24, 22, tile="exact", offload="host"),
+    "llama-8b-fp32-40gib": Card(partial(llama_8b, False, 4096), 40, 38, "float32", tile="exact", offload="host"),
+    "llama-8b-fp32-24gib": Card(partial(llama_8b, False, 4096), 24, 22, "float32", tile="exact", offload="host"),
     "sdxl-like-16gib": Card(sdxl, 16, 15, offload="host"),
 }
 
@@ -206,8 +217,7 @@ def measure(name: str) -> None:
         module, batch = made
         words = {key: torch.zeros_like(t, device="cuda") for key, t in batch().items()}
         made = to_device(module.to_empty(device="cpu"), "cuda"), lambda: words
-    options = {"fused": True} if card.update == "fused" else {}
-    optimizer = torch.optim.AdamW([p for p in made[0].parameters() if p.requires_grad], **options)
+    optimizer = UPDATES[card.update]([p for p in made[0].parameters() if p.requires_grad])
     if not card.larger and fits(made, optimizer):
         raise SystemExit(f"the plain step of {name} fits {card.gib} GiB: the row shows nothing")
     torch.cuda.empty_cache()

@@ -31,7 +31,7 @@ from lightning_memopt.device.places import current, indexed, on_host
 from lightning_memopt.graph import Graph, unpacks_of
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import Life, Overhead
-from lightning_memopt.record import Outside
+from lightning_memopt.record import Outside, double_of
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
 from lightning_memopt.runtime.early_updates import step_without_hooks
 from lightning_memopt.session import times
@@ -262,10 +262,8 @@ def _of_early_update(optimizer: optim.Optimizer, device: torch.device) -> float:
     parameters = [nn.Parameter(torch.ones(4, 4, device=device)) for _ in range(_LINKS)]
     for p in parameters:
         p.grad = torch.ones_like(p)
-    make: Any = type(optimizer)  # of those that may update early: all have defaults
-    double = make(parameters)
-    whole = double.param_groups[0]
-    whole.update({key: value for key, value in optimizer.param_groups[0].items() if key in ("foreach", "fused", "capturable")})
+    whole = {**optimizer.param_groups[0], "params": parameters}
+    double = double_of(optimizer, whole)
     raw = step_without_hooks(type(optimizer)) or type(optimizer).step  # hooks for all optimizers are the user's
 
     def step(*groups: dict[str, Any]) -> None:

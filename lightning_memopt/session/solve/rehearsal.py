@@ -2,8 +2,8 @@
 
 A throw-away optimizer of the same class and options steps throw-away parameters of the same sizes on torch's `meta` device,
 where tensors have a size and no memory. The rehearsal reads only sizes and options of the user's objects, writes to none of
-them, and does not reach the user's hooks, random numbers and modes. Only torch's own optimizers are rehearsed: the step of
-another one may do anything (print, count, talk to other processes).
+them, and does not reach the user's hooks, random numbers and modes. Only torch's own optimizers are rehearsed, and registered
+ones: the step of another one may do anything (print, count, talk to other processes).
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import cache, partial
+from functools import cache, partial, reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import optim
 
 from lightning_memopt.device.places import has_memory, is_on, on_host
-from lightning_memopt.record import Outside
+from lightning_memopt.record import Outside, double_of, is_registered
 from lightning_memopt.runtime.early_updates import step_without_hooks
 from lightning_memopt.runtime.state_dicts import as_it_is
 from lightning_memopt.session.observe.graphs import pieces
+from lightning_memopt.session.solve.registered import RegisteredStep, refusal
 from lightning_memopt.torch_private import (
-    WARNED_CAPTURABLE,
     gradient_of,
     local_tensor,
     no_torch_functions,
@@ -94,8 +94,12 @@ def still_to_make(optimizer: optim.Optimizer, device: torch.device, rounded: Rou
 
 
 def rehearse(optimizer: optim.Optimizer, groups: Iterable[Group], device: torch.device, rounded: Rounded) -> Update:
-    """The bytes of the updates of these groups; `UNKNOWN` where only an update that has run can show them."""
-    if not _is_torchs(optimizer):
+    """The bytes of the updates of these groups; `UNKNOWN` where only an update that has run can show them.
+
+    Raises UnsupportedError where the class is registered, and its step is not as `register_optimizer` has it.
+    """
+    registered = is_registered(optimizer)
+    if not (registered or _is_torchs(optimizer)):
         return UNKNOWN
     if type(optimizer) is optim.LBFGS:
         return _of_lbfgs(optimizer, rounded)
@@ -109,7 +113,11 @@ def rehearse(optimizer: optim.Optimizer, groups: Iterable[Group], device: torch.
         try:
             with without_modes(), no_torch_functions():
                 updates = updates.then(_of_group(optimizer, group, on_device, device, rounded))
-        except (RuntimeError, TypeError, ValueError):
+        except (RuntimeError, TypeError, ValueError) as error:
+            if registered:
+                raise refusal(
+                    optimizer, f"fails on tensors without memory: {error}", "Use ops that have a meta kernel"
+                ) from error
             return UNKNOWN  # the user's own step raises the same error
     return updates
 
@@ -126,6 +134,7 @@ class _Ledger(Outside):
     host: whether tensors of the host are counted, in addition to those without memory.
     existing: objects from before; the tensors among them are not counted.
     value: the number that Python reads of a tensor without memory.
+    draws: whether an op has drawn random numbers.
     """
 
     def __init__(self, host: bool, rounded: Rounded, existing: Iterable[Any]) -> None:
@@ -133,6 +142,7 @@ class _Ledger(Outside):
         self.host, self.rounded = host, rounded
         self.live_nbytes = self.peak_nbytes = 0
         self.value = 1
+        self.draws = False
         self._existing = [t.untyped_storage() for t in existing if isinstance(t, torch.Tensor)]
         self._storages: dict[int, weakref.ref[Any]] = {s._cdata: weakref.ref(s) for s in self._existing}
         self._events: list[tuple[int, int]] = []
@@ -143,13 +153,17 @@ class _Ledger(Outside):
             return self.value
         if _only_writes(func) and args[0] and all(t.is_meta for t in args[0]):
             return None  # its kernels for `meta` would look at each tensor, and do nothing
+        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
             if isinstance(t, torch.Tensor) and self._counts(t.device):
                 self._made(t.untyped_storage())
+        within = 0
         if func in _PRODUCTS and args[0].dtype in (torch.bfloat16, torch.float16):  # the CPU packs an operand (Muon)
-            packed = max(self.rounded(t.nbytes) for t in args if isinstance(t, torch.Tensor))
-            self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + packed)
+            within = max(self.rounded(t.nbytes) for t in args if isinstance(t, torch.Tensor))
+        elif self.host and torch.Tag.pointwise in func.tags:
+            within = sum(map(self.rounded, _casts(tree_leaves(args), tree_leaves(out))))
+        self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + within)
         return out
 
     def _counts(self, device: torch.device) -> bool:
@@ -193,6 +207,23 @@ def _only_writes(func: Any) -> bool:
     return schema.name.startswith("aten::_foreach_") and schema.name.endswith("_") and not schema.returns
 
 
+def _casts(operands: Iterable[Any], results: Iterable[Any]) -> list[int]:
+    """Bytes of the casts that a pointwise op of the CPU makes where its operands are of several floating types: of operands and
+    results that are not of the type in which it computes. (CUDA's kernels cast number by number.)
+    """
+    read, made = ([t for t in each if _is_floating(t)] for each in (operands, results))
+    types = {t.dtype for t in read}
+    if len(types) < 2:
+        return []
+    computed = reduce(torch.promote_types, types)
+    return [t.numel() * computed.itemsize for t in (*read, *made) if t.dtype != computed]
+
+
+def _is_floating(t: Any) -> bool:
+    """Whether it is a tensor of floating numbers, not of one alone: scalars are cast by themselves."""
+    return isinstance(t, torch.Tensor) and t.is_floating_point() and t.dim() > 0
+
+
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 
 
@@ -212,9 +243,13 @@ def _of_group(
     before = {q: Counter(_sizes(double.state[q], rounded)) for q in blank}
     existing = tree_leaves([list(double.state.values()), blank, [q.grad for q in blank]])
     ledger = _Ledger(on_host(device), rounded, existing)
-    raw = step_without_hooks(type(double))
-    assert raw is not None, "it is torch's step"
-    step = partial(raw, double)
+    step: Callable[[], Any]
+    if is_registered(optimizer):
+        step = RegisteredStep(double, lambda: ledger.live_nbytes, lambda: ledger.draws)
+    else:
+        raw = step_without_hooks(type(double))
+        assert raw is not None, "it is torch's step"
+        step = partial(raw, double)
     with contextlib.ExitStack() as stack:
         ledger.enter_in(stack)
         step()
@@ -242,10 +277,7 @@ def _double(
 ) -> tuple[optim.Optimizer, list[torch.Tensor]]:
     """A throw-away optimizer with one group of throw-away parameters, and these parameters."""
     blank = [_blank(p) for p in params]
-    double = type(optimizer).__new__(type(optimizer))
-    groups = [options | {"params": blank}]
-    state = {"defaults": dict(optimizer.defaults), "param_groups": groups, "state": defaultdict(dict)}
-    double.__setstate__(state | {name: vars(optimizer)[name] for name in (WARNED_CAPTURABLE,) if name in vars(optimizer)})
+    double = double_of(optimizer, options | {"params": blank})
     for p, q in zip(params, blank, strict=True):
         q.grad = _blank(_gradient(p))
         if optimizer.state.get(p):
