@@ -154,7 +154,7 @@ class Card:
     """A model on a card of some GiB, the budget in GiB, and whether the loss head runs in tiles.
 
     update: of torch's AdamW, "fused" or "foreach"; or "float32": AdamW with float32 state (float32_adamw.py).
-    larger: the card has no room for the weights. Frozen ones are in the host's memory from the beginning.
+    larger: the card has no room for the weights. They are in the host's memory from the beginning.
     offload: what rests may be there, too.
     """
 
@@ -188,6 +188,7 @@ CARDS = {
     "llama-8b-24gib": Card(partial(llama_8b, False, 4096), 24, 22, tile="exact", offload="host"),
     "llama-8b-fp32-40gib": Card(partial(llama_8b, False, 4096), 40, 38, "float32", tile="exact", offload="host"),
     "llama-8b-fp32-24gib": Card(partial(llama_8b, False, 4096), 24, 22, "float32", tile="exact", offload="host"),
+    "llama-8b-12gib": Card(partial(llama_8b, False, 4096), 12, 11, tile="exact", larger=True, offload="host"),
     "sdxl-like-16gib": Card(sdxl, 16, 15, offload="host"),
 }
 
@@ -216,7 +217,7 @@ def measure(name: str) -> None:
     if card.larger:
         module, batch = made
         words = {key: torch.zeros_like(t, device="cuda") for key, t in batch().items()}
-        made = to_device(module.to_empty(device="cpu"), "cuda"), lambda: words
+        made = to_device(module.to_empty(device="cpu"), "cuda", trained=True), lambda: words
     optimizer = UPDATES[card.update]([p for p in made[0].parameters() if p.requires_grad])
     if not card.larger and fits(made, optimizer):
         raise SystemExit(f"the plain step of {name} fits {card.gib} GiB: the row shows nothing")
