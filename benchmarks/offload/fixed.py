@@ -1,7 +1,7 @@
 """What fixed policies would move in a step, and the fewest bytes that any plan must move. Both are computed, nothing runs.
 
 A fixed policy parks all of some kinds of tensors, as the field's libraries do: the optimizer state (paged optimizers), the
-gradients with it (ZeRO-Offload's placement), the frozen weights of all blocks (block swapping), or saved tensors
+gradients with it (ZeRO-Offload's placement), the weights of all blocks (block swapping), or saved tensors
 (`torch.autograd.graph.save_on_cpu`). Updates run on the device, with the bits of the plain run, so all of it comes back. In
 favour of these policies: updates take their state a chunk at a time, as the package's do; a saved tensor moves once, however
 many views of it autograd saves; parameters that autograd saves do not move; and where a policy recomputes, it does so by the
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph, unmodified_levels
-from lightning_memopt.plan import Machine, simulate
+from lightning_memopt.plan import Machine, WeightParking, simulate
 from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.plan.simulate import fixed_levels
 from lightning_memopt.plan.states import StateOf, parked
@@ -46,9 +46,9 @@ KINDS = (
     Kind("saved tensors alone"),
     Kind("state", state=True),
     Kind("state and gradients", state=True, gradients=True),
-    Kind("frozen weights", weights=True),
-    Kind("frozen weights and state", state=True, weights=True),
-    Kind("frozen weights, state and gradients", state=True, gradients=True, weights=True),
+    Kind("weights", weights=True),
+    Kind("weights and state", state=True, weights=True),
+    Kind("weights, state and gradients", state=True, gradients=True, weights=True),
 )
 STAY, MOVE, AGAIN = "saved tensors stay", "saved tensors move", "recomputation"
 
@@ -83,8 +83,8 @@ class Policy:
 
 
 def nbytes_of(each: StateOf | UnitOf) -> int:
-    """Bytes that a step moves if this is parked: out and back, or once for each time that a weight comes."""
-    return each.parking.nbytes * (len(each.parking.beside) if isinstance(each, UnitOf) else 2)
+    """Bytes that a step moves if this is parked: state and gradients out and back, weights each time that they come or go."""
+    return each.parking.moved_nbytes if isinstance(each.parking, WeightParking) else 2 * each.parking.nbytes
 
 
 def policies_of(

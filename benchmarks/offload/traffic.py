@@ -150,7 +150,7 @@ class Watched:
         found = self._solved(at_rest, solve, limit, say, graph)
         rests = Rests(tuple(at_rest.states.found(graph)), tuple(at_rest.weights.found(graph)))
         self.graph = graph
-        self.once_nbytes = sum(unit.parking.nbytes for unit in rests.units)
+        self.once_nbytes = sum(unit.parking.nbytes for unit in rests.units if not unit.parking.are_trained)
         self.rest_nbytes = sum(each.parking.nbytes for each in rests.by_price())
         offloading, known = at_rest.states.offloading, set[frozenset[str]]()
         machine = Machine(overhead=costs.overhead(graph, offloading.device))
@@ -201,7 +201,7 @@ def planned(name: str, budget: int, link: Linked, plain: str) -> Row:
     """A plan within this budget, for this link. `plain`: the digest of the plain run."""
     status, moved, digest = trained(name, budget, link)
     plan = status.plan
-    at_rest = sum(2 * each.nbytes for each in plan.states) + sum(len(each.beside) * each.nbytes for each in plan.weights)
+    at_rest = sum(2 * each.nbytes for each in plan.states) + sum(each.moved_nbytes for each in plan.weights)
     return {
         "measured_peak_nbytes": status.measured_peak_nbytes,
         "equal": digest == plain,

@@ -53,7 +53,7 @@ _OFF = {
 }  # fmt: skip
 """Why a prediction is off by more than 1 %: cause -> loops."""
 _PEAKS = ("peak, predicted / measured", "observed / plain")
-_PARKED = {"parked": "state", "gradients_parked": "gradients", "weights_parked": "frozen weights"}
+_PARKED = {"parked": "state", "gradients_parked": "gradients", "weights_parked": "weights"}
 _BRIEF = ("faults", "error", "exact", "over", "steps", "planned_steps", "predicted", "measured", *RESTS)
 _HEAD = ("loop", "resident", "peak", "exact", "kept", "plan", "refusals", "solves", *_PEAKS)
 

@@ -25,7 +25,7 @@ _PROGRESS = tuple(
         "on the device only while",
         "optimizer state",
         "gradients",
-        "frozen weights",
+        "weights",
     )
 )
 """Lines that say what is being done, or what is not moved, never why there is no plan."""
@@ -35,7 +35,7 @@ _NOT_KEPT = ("the budget is not kept", "no smaller plan exists")
 """Lines that say that no plan keeps the budget, why, and what to do."""
 _BETWEEN = "between an update and the next forward"
 """Of a line that says that there was more between two steps than the budget: no plan changes that."""
-_STAYS = {"state": "MemOpt: optimizer state ", "gradients": "MemOpt: gradients ", "frozen weights": "MemOpt: frozen weights "}
+_STAYS = {"state": "MemOpt: optimizer state ", "gradients": "MemOpt: gradients ", "weights": "MemOpt: weights "}
 """What rests -> how a line begins that says why some of it is not parked."""
 _SLIGHT, _SLIGHT_NBYTES = 0.02, 1 << 14
 """The smallest plan promises no budget; its prediction is right where a step takes no more than this share of it, or so many
@@ -169,7 +169,7 @@ def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, An
     due = {
         "state": (row["parkable"] if budget == "min" else min(row["parkable"], row["parked"])) - row["away"],
         "gradients": row["gradients_missing"] + (row["gradients_unknown"] if budget == "min" else 0),
-        "frozen weights": row["weights_missing"] + (row["weights_unknown"] if budget == "min" else 0),
+        "weights": row["weights_missing"] + (row["weights_unknown"] if budget == "min" else 0),
     }
     faults += [f"{what} not parked, silent" for what in silent if due[what] > 0]
     return row

@@ -60,7 +60,7 @@ class Resting:
 
 def moved_nbytes(each: StateOf | UnitOf) -> int:
     """Bytes that a step copies if this is parked."""
-    return len(each.parking.beside) * each.parking.nbytes if isinstance(each, UnitOf) else 2 * each.parking.nbytes
+    return each.parking.moved_nbytes if isinstance(each.parking, WeightParking) else 2 * each.parking.nbytes
 
 
 def resting(seed: int, parameters: int = 3) -> Resting:

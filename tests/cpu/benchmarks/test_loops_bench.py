@@ -118,14 +118,14 @@ def test_the_judge_of_optimizer_state() -> None:
     assert judge(plain, _outcome(steps=here, said=said), ["min"])["faults"] == ["state not parked, silent"]
 
 
-@pytest.mark.parametrize(("what", "name"), [("gradients", "gradients"), ("frozen weights", "weights")])
-def test_the_judge_of_gradients_and_frozen_weights(what: str, name: str) -> None:
+@pytest.mark.parametrize("what", ["gradients", "weights"])
+def test_the_judge_of_gradients_and_weights(what: str) -> None:
     """By the smallest plan, each plan was offered all of them. What it parks is away. Or a line says why not."""
     plain, step = _outcome(), _outcome()["steps"][0]
     silent = [f"{what} not parked, silent"]
 
     def faults(budget: Any, said: str = "", **nbytes: int) -> list[str]:
-        last = step | {f"{name}_{how}": n for how, n in nbytes.items()}
+        last = step | {f"{what}_{how}": n for how, n in nbytes.items()}
         found = judge(plain, _outcome(steps=[step, last], said=[said]), [budget])["faults"]
         return [fault for fault in found if "parked" in fault]
 
