@@ -2,7 +2,7 @@
 
 A weight that is away is not empty: its storage has the tier's own memory, which the device can read. So whoever reads a weight
 that is away gets its bits, only slower: a node of backward that runs in another order, a checkpoint, a loop that logs a norm.
-Whoever writes to it, writes to the tier.
+Whoever writes to it, writes to the tier. A weight whose address NumPy has does not move, wherever it is.
 
 A weight may be copied ahead of its module, on a stream of its own, while another module computes. Until its module runs, it
 stays away: its storage has the tier's memory.
@@ -39,12 +39,13 @@ from lightning_memopt.plan import WeightParking
 from lightning_memopt.record import beneath_calls, fills, uncompiled, unwatched
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of, has_plain_bytes, in_shared_memory
-from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, on_shelf, storage_on, unobserved
+from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, is_away, on_shelf, storage_on, unobserved
 from lightning_memopt.runtime.tiers.streams import OwnStreams, copy, freed_in_order, marked, queued_on
 from lightning_memopt.torch_private import (
     backward_task,
     is_copied_on_write,
     queue_callback,
+    storage_address,
     storage_id,
     tree_leaves,
 )
@@ -66,14 +67,16 @@ class _Weight:
         self._native = native
         self._bytes = bytes_of(weight)  # a tensor on the storage
         self._shelf, self._offset = shelf, shelf.take(weight.nbytes)
+        self._away_at = 0
         self._copy_out()
         self._version = weight._version
-        self._here_at = 0
+        self._here_at = storage_address(self._bytes.untyped_storage())
         self._may_be_written = False
         self._coming: torch.Tensor | None = None  # gets a copy ahead
         self._copied_version: int | None = None  # what the copy ahead has, once it is queued
         weakref.finalize(self, AWAY.discard, storage_id(self._bytes)).atexit = False  # another storage may get this identity
-        self._leave()
+        if self._is_at(self._here_at):
+            self._leave()
 
     @property
     def nbytes(self) -> int:
@@ -82,6 +85,10 @@ class _Weight:
     @property
     def identity(self) -> int:
         return id(self._weight)
+
+    @property
+    def device(self) -> torch.device:
+        return self._bytes.device
 
     @property
     def is_trained(self) -> bool:
@@ -101,15 +108,16 @@ class _Weight:
     def _is_at(self, address: int) -> bool:
         with unwatched():  # whose address others have, is never dropped
             storage = self._bytes.untyped_storage()
-            return storage.data_ptr() == address and storage.nbytes() == self.nbytes
+            is_there = storage.data_ptr() == address and storage.nbytes() == self.nbytes
+            return is_there and not self._native.lent(self._bytes, _HOLDERS + 1)
 
     def _copy_out(self) -> None:
         memory = self._shelf.put(self._bytes, self._offset, "weights")
         self._there, self._beside = storage_on(memory), storage_on(memory)  # beside: has the memory that the storage has not
-        self._away_at = self._beside.data_ptr()
 
     def _leave(self) -> None:
         freed_in_order(self._bytes)
+        self._away_at = self._beside.data_ptr()
         self._native.exchange(self._bytes, self._beside)  # W1
         AWAY.add(storage_id(self._bytes))
         self._beside = _NOTHING  # the device's memory is freed
@@ -276,6 +284,10 @@ class _Unit:
         with below_autograd(), unwatched():
             return sum([weight.drop(changed) for weight in self._weights])
 
+    def disown(self) -> None:
+        """This process parks none of them: wherever they are, they stay."""
+        self._weights.clear()
+
     def close(self) -> None:
         """W3. May be called again: a weight for which there is no room raises, and stays in the tier."""
         self.listening.close()
@@ -291,7 +303,6 @@ class ParkedWeights:
     """Weights of some modules that are parked: none at first.
 
     moved_nbytes: bytes that were copied so far, both ways.
-    forked: the process was forked, and weights that are trained are on the device since then.
 
     Many methods: units come and go with calls, with backward and with updates, and are copied ahead.
     """
@@ -307,7 +318,7 @@ class ParkedWeights:
         self._streams = OwnStreams()  # for copies ahead
         self._units: dict[str, _Unit] = {}
         self._trained: dict[int, _Weight] = {}  # by the identity of the parameter
-        self.forked = False
+        self._forking: list[_Weight] = []
         _living.add(self)
 
     @property
@@ -369,12 +380,6 @@ class ParkedWeights:
         for unit in self._units.values():
             unit.next = {}
 
-    def before_fork(self) -> None:
-        paths = [path for path, unit in self._units.items() if on_host(unit.device) and any(unit.trained())]
-        if paths:
-            self.home(paths)
-            self.forked = True
-
     def let_go(self) -> None:
         """Park no weights that have been given other storages meanwhile."""
         self.home([path for path, unit in self._units.items() if not unit.is_current])
@@ -434,6 +439,32 @@ class ParkedWeights:
                     self.moved_nbytes += weight.drop()
                 except OffloadError as error:
                     self._tell(error)
+
+    # -- the process is forked -----------------------------------------------------------------------
+
+    def fork_begins(self) -> None:
+        """What is written to a file later shows in the memory of the forked process: weights of the CPU that are trained, and
+        are away, come for the time of the fork.
+        """
+        self._lock.acquire()
+        with below_autograd(), unwatched():
+            self._forking = [w for w in self._trained.values() if on_host(w.device) and w.is_away]
+            for weight in self._forking:
+                weight.fetch()
+
+    def forked(self, is_child: bool) -> None:
+        """The forked process parks none: the file is its parent's, too."""
+        leaving, self._forking = self._forking, []
+        if is_child:
+            for unit in self._units.values():
+                unit.listening.close()
+                unit.disown()
+            self._units, self._trained, self._in_backward, self._coming = {}, {}, None, None
+        else:
+            with below_autograd(), unwatched():
+                for weight in leaving:
+                    weight.drop()
+        self._lock.release()
 
     # -- a unit runs ---------------------------------------------------------------------------------
 
@@ -533,15 +564,16 @@ _living: weakref.WeakSet[ParkedWeights] = weakref.WeakSet()
 
 
 def _before_fork() -> None:
-    """A forked process has the file in common, so it would read what the parent writes there later: weights of the CPU that are
-    trained are in memory then. The parent parks them again in the next step.
-    """
-    for parked in tuple(_living):
-        parked.before_fork()
+    for parked in _living:
+        parked.fork_begins()
 
 
-os.register_at_fork(before=_before_fork)
+def _after_fork(is_child: bool) -> None:
+    for parked in _living:
+        parked.forked(is_child)
 
+
+os.register_at_fork(before=_before_fork, after_in_parent=partial(_after_fork, False), after_in_child=partial(_after_fork, True))
 _placed: weakref.WeakKeyDictionary[nn.Module, ParkedWeights] = weakref.WeakKeyDictionary()
 """Models whose frozen weights were never on the device together (`to_device`)."""
 
@@ -571,4 +603,17 @@ def may_be_parked(weight: torch.Tensor) -> bool:
         and weight.nbytes > 0
         and not in_shared_memory(weight)
         and not is_copied_on_write(weight)
+        and not _is_lent(weight)
     )
+
+
+def _is_lent(weight: torch.Tensor) -> bool:
+    """Whether NumPy has its address."""
+    native = loaded()
+    return native is not None and native.lent(weight, _HOLDERS + is_away(weight))
+
+
+_HOLDERS = 2
+"""How many hold the storage of a weight that nobody else knows: the weight, and Python, once it has seen the storage. One more
+holds that which is parked.
+"""

@@ -88,13 +88,12 @@ class WeightsAtRest(Part):
 
     def _put(self, paths: tuple[str, ...], weights: tuple[WeightParking, ...]) -> None:
         now = [(id(p), storage_id(p), p.requires_grad) for p in self.model.parameters()] if paths else []
-        if (paths, weights, now) == self._now and (self.parked is None or not self.parked.forked):
+        if (paths, weights, now) == self._now:
             return
         self._now = paths, weights, now
         units = self._units() if paths else {}
         if self.parked is None:
             self.parked = ParkedWeights(self._say)
-        self.parked.forked = False
         wanted = {path: (self.model.get_submodule(path), list(units[path].values())) for path in paths if path in units}
         stays = [path for path in wanted if self.parked.has(path, *wanted[path])]
         self.parked.home(self.parked.paths.difference(stays))

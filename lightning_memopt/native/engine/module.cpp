@@ -238,6 +238,7 @@ PyMethodDef methods[] = {
     {"hollow_view", fast(hollow_view), METH_FASTCALL, nullptr},
     {"fill", fast(fill), METH_FASTCALL, nullptr},
     {"exchange", fast(exchange), METH_FASTCALL, nullptr},
+    {"lent", fast(lent), METH_FASTCALL, nullptr},
     {"untrack", untrack, METH_O, nullptr},
     {"lonely", fast(lonely), METH_FASTCALL, nullptr},
     {"ungraded_nbytes", ungraded_nbytes, METH_O, nullptr},

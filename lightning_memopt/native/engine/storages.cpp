@@ -140,6 +140,18 @@ PyObject* exchange(PyObject*, PyObject* const* args, Py_ssize_t n) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* lent(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(n == 2 && THPVariable_Check(args[0]) && PyLong_Check(args[1]), "lent(t, holders)");
+  const c10::Storage& storage = THPVariable_Unpack(args[0]).storage();
+  c10::StorageImpl& one = *storage.unsafeGetStorageImpl();
+  if (one.resizable() || one.allocator() == nullptr) Py_RETURN_FALSE;  // without an allocator: it never was resizable
+  if (storage.use_count() > PyLong_AsSize_t(args[1])) Py_RETURN_TRUE;
+  one.set_resizable(true);
+  Py_RETURN_FALSE;
+  END_HANDLE_TH_ERRORS
+}
+
 Storages* storages_in(PyObject* object) {
   if (Py_TYPE(object) == storages_type) return &storages_of(object);
   PyErr_SetString(PyExc_TypeError, "no Storages");

@@ -32,4 +32,8 @@ Storages* storages_in(PyObject* object);
 // memory of both must be readable from there.
 PyObject* exchange(PyObject*, PyObject* const* args, Py_ssize_t n);
 
+// lent(t, holders): whether NumPy has the address of t's memory. Torch says only that it once had (it then forbids to resize the
+// storage); an array holds the storage, so it is gone when only `holders` hold it: then torch may resize it again.
+PyObject* lent(PyObject*, PyObject* const* args, Py_ssize_t n);
+
 }  // namespace memopt
