@@ -229,6 +229,15 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "step takes more bytes than predicted.",
         "Do what the line says.",
     ),
+    ("session/parked_weights.py", "MemOpt: weights stay in the tier, and are read there"): (
+        "The run is over, and the device has no room for what it parked. Bits are right; reads of such weights take longer.",
+        "Nothing, or free memory of the device before the run ends.",
+    ),
+    ("runtime/parked_weights.py", "MemOpt: weights that the plan parks"): (
+        "A weight could not be copied to the tier, so it stays on the device: bits are right, but a step takes more bytes than "
+        "predicted.",
+        "Do what the line says.",
+    ),
     ("session/parked_weights.py", "MemOpt: the weights of"): (
         "`to_device` parked them before the run. Without `offload`, a plan cannot decide which of them come to the device.",
         "Set `offload` as the line says: the plan keeps those on the device for which the budget has room.",

@@ -199,11 +199,16 @@ class ParkedStates:
             self._gradients = None
         self._listening.close()
         self._leave()
-        if not _have_room(state for p in self.parameters if type(state := self.optimizer.state.get(p)) is ParkedState):
+        has_room = _have_room(state for p in self.parameters if type(state := self.optimizer.state.get(p)) is ParkedState)
+        try:
+            if has_room:
+                self.fetch()
+        except torch.OutOfMemoryError:  # no piece of it is large enough
+            has_room = False
+        if not has_room:
             self._give_back_groups()
             self._tell("the device has no room for all of it at once, so it stays in the tier, and comes back as it is read")
             return False
-        self.fetch()
         self.parameters = []
         self._nbytes = {}
         self._hook.remove()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_memopt.device.places import is_on
-from lightning_memopt.runtime.parked_weights import may_be_parked
+from lightning_memopt.runtime.weight_memory import may_be_parked
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _LARGEST = 0.5

@@ -20,7 +20,8 @@ from lightning_memopt.plan.weights import Unit, UnitOf, all_of, movable, read_un
 from lightning_memopt.record import compiled_modules
 from lightning_memopt.runtime.early_updates import Reason
 from lightning_memopt.runtime.parked import LEAST_NBYTES
-from lightning_memopt.runtime.parked_weights import ParkedWeights, may_be_parked, placed_in
+from lightning_memopt.runtime.parked_weights import ParkedWeights, placed_in
+from lightning_memopt.runtime.weight_memory import may_be_parked
 from lightning_memopt.runtime.weight_units import weight_units
 from lightning_memopt.session.measure.peak_meter import in_compiled_code
 from lightning_memopt.session.parking.obstacles import obstacle
@@ -62,6 +63,7 @@ class WeightsAtRest(Part):
         self._alone = alone
         self._written = written
         self._in_chunks = in_chunks
+        self._compiled_step = False
         self._say = say
         self._say_once = Once(say)
         self.parked = placed_in(model)
@@ -73,7 +75,8 @@ class WeightsAtRest(Part):
     def update_begins(self, optimizer: optim.Optimizer, own: bool, closure: bool) -> None:
         if self.parked is not None:
             self.parked.backward_ended()
-            if own and in_compiled_code() and self.parked.trained:  # its step has their addresses
+            if own and in_compiled_code() and self.parked.trained:  # its step may have their addresses
+                self._compiled_step = True
                 paths, weights, _ = self._now
                 self._now = (), (), []
                 self._put(paths, weights)
@@ -118,8 +121,14 @@ class WeightsAtRest(Part):
         return 0 if self.parked is None else self.parked.moved_nbytes
 
     def close(self) -> None:
-        if self.parked is not None:
+        if self.parked is None:
+            return
+        try:
             self.put_modules(tuple(self._placed))
+        except torch.OutOfMemoryError:
+            self._say_once(
+                "MemOpt: weights stay in the tier, and are read there: the run is over, and the device has no room for all"
+            )
 
     def tell_of_placed(self) -> None:
         """Tell if no plan of this run brings weights home that `to_device` has parked."""
@@ -181,7 +190,7 @@ class WeightsAtRest(Part):
 
     def _units(self) -> dict[str, dict[str, torch.Tensor]]:
         """Path of a module -> its weights by name."""
-        return weight_units(self.model, self.offloading.device, self._in_chunks())
+        return weight_units(self.model, self.offloading.device, set() if self._compiled_step else self._in_chunks())
 
     def _frozen_now(self) -> list[torch.Tensor]:
         return [p for p in self.model.parameters() if not p.requires_grad]

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from lightning_memopt.runtime.parked_weights import ParkedWeights, may_be_parked
+from lightning_memopt.runtime.parked_weights import ParkedWeights
+from lightning_memopt.runtime.weight_memory import may_be_parked
 
 
 @contextlib.contextmanager

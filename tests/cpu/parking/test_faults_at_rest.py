@@ -29,6 +29,7 @@ from lightning_memopt.runtime.tiers import room
 from lightning_memopt.runtime.tiers.disk import _DiskParked
 from lightning_memopt.runtime.tiers.scratch import Scratch
 from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf
+from lightning_memopt.runtime.weight_memory import WeightMemory
 from tests.cpu.lib.engines import elements
 from tests.cpu.lib.forked import forked
 from tests.cpu.lib.said import listening
@@ -49,7 +50,7 @@ COPIES: tuple[Door, ...] = (
     (parked_gradients, "storage_on"),
     (parked_gradients, "copy"),
     (parked_weights, "copy"),
-    (parked_weights._Weight, "drop"),
+    (WeightMemory, "drop"),
 )
 """All that moves bytes, in the thread of the loop. An interrupt comes in this thread."""
 WRITES, READS = ((Scratch, "write"),), ((Scratch, "read"),)

@@ -24,8 +24,8 @@ from lightning_memopt.plan.files import read_plan, write_plan
 from lightning_memopt.plan.validate import validate
 from lightning_memopt.record import beneath_calls, watching
 from lightning_memopt.runtime import install_native, parked_weights
-from lightning_memopt.runtime.parked_weights import may_be_parked
 from lightning_memopt.runtime.tiers.shelf import Shelf, is_away
+from lightning_memopt.runtime.weight_memory import WeightMemory, may_be_parked
 from tests.cpu.lib.engines import elements
 from tests.cpu.lib.parked import parked_of
 from tests.cpu.lib.said import listening
@@ -441,7 +441,7 @@ def test_an_interrupt_at_any_copy_loses_nothing(what: str, monkeypatch: pytest.M
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))).requires_grad_(False)
     plain = elements(model.parameters())
-    original = getattr(parked_weights._Weight, what)
+    original = getattr(WeightMemory, what)
     for k in range(1, 14):
         left = [k]
 
@@ -452,7 +452,7 @@ def test_an_interrupt_at_any_copy_loses_nothing(what: str, monkeypatch: pytest.M
             return original(self, *how)
 
         with parked_of(model):
-            monkeypatch.setattr(parked_weights._Weight, what, interrupted)
+            monkeypatch.setattr(WeightMemory, what, interrupted)
             with contextlib.suppress(KeyboardInterrupt):
                 model(torch.randn(2, 32, requires_grad=True)).sum().backward()
             monkeypatch.undo()
@@ -495,6 +495,5 @@ def test_nothing_is_parked_of_memory_that_others_have() -> None:
     flat = torch.zeros(2, 8)
     shared = torch.zeros(8).share_memory_()
     views = nn.Parameter(flat[0], requires_grad=False)
-    trained = nn.Parameter(torch.zeros(8))
-    assert not any(map(may_be_parked, (views, shared, trained, torch.zeros(8)._lazy_clone())))
+    assert not any(map(may_be_parked, (views, shared, torch.zeros(8)._lazy_clone())))
     assert may_be_parked(nn.Parameter(torch.zeros(8), requires_grad=False))

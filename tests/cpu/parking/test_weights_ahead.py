@@ -17,6 +17,7 @@ from lightning_memopt.plan.files import read_plan, write_plan
 from lightning_memopt.plan.validate import validate
 from lightning_memopt.runtime import install_native, parked_weights
 from lightning_memopt.runtime.tiers.shelf import is_away
+from lightning_memopt.runtime.weight_memory import WeightMemory
 from lightning_memopt.session import at_rest
 from tests.cpu.lib.engines import elements
 from tests.cpu.lib.parked import parked_of
@@ -148,7 +149,7 @@ def test_without_room_a_weight_is_copied_when_it_is_needed(layers: nn.Sequential
 
     with parked_of(layers) as parked:
         parked.copy_ahead(in_order(layers))
-        monkeypatch.setattr(parked_weights._Weight, "take_memory", full)
+        monkeypatch.setattr(WeightMemory, "take_memory", full)
         x = torch.randn(4, 32)
         assert torch.equal(layers(x), plain(x)) and not coming(parked)
 
@@ -156,7 +157,7 @@ def test_without_room_a_weight_is_copied_when_it_is_needed(layers: nn.Sequential
 @pytest.mark.parametrize("what", ["take_memory", "copy_ahead", "fetch", "stop"])
 def test_an_interrupt_at_any_copy_loses_nothing(what: str, layers: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = elements(layers.parameters())
-    original = getattr(parked_weights._Weight, what)
+    original = getattr(WeightMemory, what)
     for k in range(1, 14):
         left = [k]
 
@@ -168,10 +169,10 @@ def test_an_interrupt_at_any_copy_loses_nothing(what: str, layers: nn.Sequential
 
         with parked_of(layers) as parked:
             parked.copy_ahead(in_order(layers))
-            monkeypatch.setattr(parked_weights._Weight, what, interrupted)
+            monkeypatch.setattr(WeightMemory, what, interrupted)
             with contextlib.suppress(KeyboardInterrupt):
                 layers(torch.randn(2, 32, requires_grad=True)).sum().backward()
-            monkeypatch.setattr(parked_weights._Weight, what, original)
+            monkeypatch.setattr(WeightMemory, what, original)
             layers(torch.randn(2, 32, requires_grad=True)).sum().backward()
         assert elements(layers.parameters()) == plain and not any(is_away(p) for p in layers.parameters()), k
 

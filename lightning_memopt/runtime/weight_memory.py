@@ -1,0 +1,186 @@
+"""The memory of one weight that may be parked: the device's, or a tier's. (Rules: `parked_weights`.)"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any
+
+import torch
+
+from lightning_memopt.device.places import on_host
+from lightning_memopt.errors import OffloadError
+from lightning_memopt.native.engine import loaded
+from lightning_memopt.record import fills, unwatched
+from lightning_memopt.record.tensors import bytes_of, has_plain_bytes, in_shared_memory
+from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, is_away, storage_on, unobserved
+from lightning_memopt.runtime.tiers.streams import copy, freed_in_order
+from lightning_memopt.torch_private import is_copied_on_write, storage_address, storage_id
+
+
+class WeightMemory:
+    """One weight. All calls are below autograd.
+
+    Its storage is what is parked: `weight.data = other` gives the weight another one, which is none of ours. A storage whose
+    memory is not what we gave it (`resize_`, `share_memory_`) is left alone. The memory's address says which it is, also after
+    an interrupt.
+    """
+
+    def __init__(self, weight: torch.Tensor, shelf: Shelf, native: Any) -> None:
+        self._weight = weight
+        self._native = native
+        self._bytes = bytes_of(weight)  # a tensor on the storage
+        self._shelf, self._offset = shelf, shelf.take(weight.nbytes)
+        self._away_at = 0
+        self._copy_out()
+        self._version = weight._version
+        self._here_at = storage_address(self._bytes.untyped_storage())
+        self._may_be_written = False
+        self._coming: torch.Tensor | None = None  # gets a copy ahead
+        self._copied_version: int | None = None  # what the copy ahead has, once it is queued
+        weakref.finalize(self, AWAY.discard, storage_id(self._bytes)).atexit = False  # another storage may get this identity
+        if self._is_at(self._here_at):
+            self._leave()
+
+    @property
+    def nbytes(self) -> int:
+        return self._there.numel()
+
+    @property
+    def identity(self) -> int:
+        return id(self._weight)
+
+    @property
+    def device(self) -> torch.device:
+        return self._bytes.device
+
+    @property
+    def is_trained(self) -> bool:
+        return self._weight.requires_grad
+
+    @property
+    def is_away(self) -> bool:
+        return self._is_at(self._away_at)
+
+    @property
+    def is_current(self) -> bool:
+        return storage_id(self._weight) == storage_id(self._bytes)
+
+    def parks(self, weight: torch.Tensor) -> bool:
+        return self._weight is weight and self.is_current
+
+    def _is_at(self, address: int) -> bool:
+        with unwatched():  # whose address others have, is never dropped
+            storage = self._bytes.untyped_storage()
+            is_there = storage.data_ptr() == address and storage.nbytes() == self.nbytes
+            return is_there and not self._native.lent(self._bytes, _HOLDERS + 1)
+
+    def _copy_out(self) -> None:
+        memory = self._shelf.put(self._bytes, self._offset, "weights")
+        self._there, self._beside = storage_on(memory), storage_on(memory)  # beside: has the memory that the storage has not
+
+    def _leave(self) -> None:
+        freed_in_order(self._bytes)
+        self._away_at = self._beside.data_ptr()
+        self._native.exchange(self._bytes, self._beside)  # W1
+        AWAY.add(storage_id(self._bytes))
+        self._beside = _NOTHING  # the device's memory is freed
+
+    def take_memory(self) -> None:
+        """Take memory on the device for a copy ahead."""
+        if self.is_away and self.parks(self._weight):
+            self._copied_version = None
+            self._coming = self._empty()
+
+    def copy_ahead(self) -> None:
+        """Queue the copy on the current stream, which is not that of the module."""
+        if self._coming is not None:
+            version = self._weight._version
+            copy(self._coming, self._there)
+            self._copied_version = version
+
+    def fetch(self) -> None:
+        """The weight is on the device, for work on the current stream. A copy ahead has ended for that stream."""
+        beside, self._coming = self._coming, None
+        if self.is_away and self.parks(self._weight):
+            self._version = self._weight._version
+            if beside is None or self._copied_version != self._version:
+                beside = self._empty() if beside is None else beside
+                copy(beside, self._there)
+            self._here_at = beside.data_ptr()
+            self._beside = beside
+            self._native.exchange(self._bytes, beside)
+            AWAY.discard(storage_id(self._bytes))
+
+    def stop(self) -> None:
+        """No copy ahead is wanted. That which was queued has ended for the current stream."""
+        if self._coming is not None:
+            freed_in_order(self._coming)
+            self._coming = None
+
+    def _empty(self) -> torch.Tensor:
+        with unobserved(self._bytes.device):
+            return torch.empty(self.nbytes, dtype=torch.uint8, device=self._bytes.device)
+
+    def is_updated(self) -> None:
+        """An update writes it now, perhaps where no version counter shows it."""
+        self._may_be_written = not self.is_away
+
+    def drop(self, changed: bool = False) -> int:
+        """`changed`: it may have been written where no version counter shows it. Returns the bytes that were copied to the
+        tier. Raises OffloadError where they cannot be.
+        """
+        if not self._is_at(self._here_at):
+            return 0
+        self._may_be_written = copied = changed or self._may_be_written or self._written()
+        if copied:
+            self._copy_out()  # W2
+            self._may_be_written = False
+        self._leave()
+        return self.nbytes if copied else 0
+
+    def _written(self) -> bool:
+        """Whether the device's memory has other bytes than the tier's. Writes through `.data` and NumPy, and `_foreach_` ops of
+        CUDA, count in no version; so where the device reads the tier as fast as its own memory, bytes are compared.
+        """
+        if not on_host(self._bytes.device):
+            return self._weight._version != self._version
+        whole = self.nbytes // 8 * 8
+        pairs = [(self._bytes[:whole].view(torch.int64), self._there[:whole].view(torch.int64))]
+        pairs.append((self._bytes[whole:], self._there[whole:]))
+        return not all(torch.equal(here, there) for here, there in pairs)
+
+    def close(self) -> None:
+        """W3."""
+        with contextlib.suppress(OffloadError):
+            self.drop()
+        if self.is_away:
+            home = torch.empty(self.nbytes, dtype=torch.uint8, device=self._bytes.device)
+            home.copy_(self._there)
+            self._native.exchange(self._bytes, home)
+        AWAY.discard(storage_id(self._bytes))
+
+
+def may_be_parked(weight: torch.Tensor) -> bool:
+    return (
+        has_plain_bytes(weight)
+        and fills(weight)
+        and weight.nbytes > 0
+        and not in_shared_memory(weight)
+        and not is_copied_on_write(weight)
+        and not _is_lent(weight)
+    )
+
+
+def _is_lent(weight: torch.Tensor) -> bool:
+    """Whether NumPy has its address."""
+    native = loaded()
+    return native is not None and native.lent(weight, _HOLDERS + is_away(weight))
+
+
+_HOLDERS = 2
+"""How many hold the storage of a weight that nobody else knows: the weight, and Python, once it has seen the storage. One more
+holds that which is parked.
+"""
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
