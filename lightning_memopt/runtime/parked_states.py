@@ -76,6 +76,7 @@ class ParkedStates:
     """The state of some parameters of one optimizer, parked in a tier between updates, and perhaps gradients.
 
     parameters: these parameters.
+    weights: those that are parked, and are updated in the same chunks; None if none ever was.
 
     Many methods: it parks and fetches all state, that of one parameter, and one tensor, and it is told of each update.
     """
@@ -91,8 +92,7 @@ class ParkedStates:
         weights: ParkedWeights | None = None,
     ) -> None:
         """`parameters`: parameter -> bytes of its state that are parked, now or after the update that makes it. `gradients`:
-        those that are parked; updates read them in the same chunks. `weights`: those that are parked, and are
-        updated in these chunks, too.
+        those that are parked; updates read them in the same chunks.
         """
         self.optimizer = optimizer
         self.parameters = list(parameters)
@@ -105,7 +105,7 @@ class ParkedStates:
         self._lock = threading.RLock()
         self._nbytes = {id(p): nbytes for p, nbytes in parameters.items()}
         self._gradients = gradients
-        self._weights = weights
+        self.weights = weights
         self._following: dict[int, torch.Tensor] = {}
         self._later: frozenset[int] = frozenset()
         self._turns: frozenset[int] = frozenset()
@@ -241,7 +241,7 @@ class ParkedStates:
         """The groups of the step that runs in this frame, in chunks. A chunk's state is parked when the next one begins."""
         groups = self._groups or self.optimizer.param_groups
         self._give_back_groups()  # whatever the step raises, it has them back
-        gradients, weights = self._gradients, self._weights
+        gradients, weights = self._gradients, self.weights
         nbytes = self._nbytes if gradients is None else gradients.and_of(self._nbytes)
         if weights is not None:
             nbytes = weights.and_of(nbytes, (p for group in groups for p in group["params"]))

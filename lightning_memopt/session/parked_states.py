@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import get_args
 
 import torch
@@ -100,8 +101,10 @@ class StatesAtRest(Part):
         if changed:
             now, wanted = _nbytes_of(self._states), _nbytes_of(states)
             # a plan follows steps that parked everything: the rest stays away
-            if wanted and wanted.items() <= now.items() and trained == self._trained:
-                self._states = states
+            if wanted and wanted.items() <= now.items() and self._have_chunks(trained):
+                self._states, self._trained = states, trained
+                for each in self._parked:
+                    each.weights = weights
                 named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
                 for each in self._parked if len(wanted) < len(now) else ():
                     each.keep(*(_of(states, what, named).keys() for what in get_args(Read)))
@@ -114,6 +117,11 @@ class StatesAtRest(Part):
             self._copy_beside_backward()
         for each in self._parked:
             each.park()
+
+    def _have_chunks(self, trained: AbstractSet[int]) -> bool:
+        """Whether the optimizers of all of these parameters get them in chunks already."""
+        known = {id(p) for each in self._parked for p in parameters_of(each.optimizer)}
+        return trained <= known
 
     def update_begins(self, optimizer: optim.Optimizer, own: bool, closure: bool) -> None:
         if own and in_compiled_code():  # its step reads state where we do not see it

@@ -23,7 +23,7 @@ from torch import nn, optim
 from lightning_memopt import optimize
 from lightning_memopt.errors import OffloadError, TierFullError
 from lightning_memopt.native.engine import loaded
-from lightning_memopt.runtime import install_native, parked_gradients, parked_states, parked_weights
+from lightning_memopt.runtime import install_native, parked_gradients, parked_states, weight_memory
 from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.runtime.tiers import room
 from lightning_memopt.runtime.tiers.disk import _DiskParked
@@ -49,7 +49,7 @@ COPIES: tuple[Door, ...] = (
     (Shelf, "put"),
     (parked_gradients, "storage_on"),
     (parked_gradients, "copy"),
-    (parked_weights, "copy"),
+    (weight_memory, "copy"),
     (WeightMemory, "drop"),
 )
 """All that moves bytes, in the thread of the loop. An interrupt comes in this thread."""
