@@ -37,6 +37,7 @@ from lightning_memopt.logs import silent
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import WeightParking
 from lightning_memopt.record import beneath_calls, fills, uncompiled, unwatched
+from lightning_memopt.record.backwards import after_failed_backwards
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.tensors import bytes_of, has_plain_bytes, in_shared_memory
 from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, is_away, on_shelf, storage_on, unobserved
@@ -72,6 +73,7 @@ class _Weight:
         self._version = weight._version
         self._here_at = storage_address(self._bytes.untyped_storage())
         self._may_be_written = False
+        self.users = 0  # calls of its module, and updates, that are running
         self._coming: torch.Tensor | None = None  # gets a copy ahead
         self._copied_version: int | None = None  # what the copy ahead has, once it is queued
         weakref.finalize(self, AWAY.discard, storage_id(self._bytes)).atexit = False  # another storage may get this identity
@@ -166,7 +168,7 @@ class _Weight:
         """`changed`: it may have been written where no version counter shows it. Returns the bytes that were copied to the
         tier. Raises OffloadError where they cannot be.
         """
-        if not self._is_at(self._here_at):
+        if self.users or not self._is_at(self._here_at):
             return 0
         self._may_be_written = copied = changed or self._may_be_written or self._written()
         if copied:
@@ -222,6 +224,12 @@ class _Unit:
         except BaseException:
             self.close()
             raise
+
+    def called(self, more: int) -> None:
+        """So many more calls of the module are running, in any thread."""
+        self.calls += more
+        for weight in self._weights:
+            weight.users += more
 
     def has(self, module: nn.Module, weights: Sequence[torch.Tensor]) -> bool:
         own = self._weights
@@ -319,6 +327,8 @@ class ParkedWeights:
         self._units: dict[str, _Unit] = {}
         self._trained: dict[int, _Weight] = {}  # by the identity of the parameter
         self._forking: list[_Weight] = []
+        self._listening = contextlib.ExitStack()
+        weakref.finalize(self, self._listening.close).atexit = False
         _living.add(self)
 
     @property
@@ -345,6 +355,8 @@ class ParkedWeights:
         shelf = Shelf(on_shelf(w.nbytes for w in weights), directory, weights[0].device, limit_nbytes)
         unit = self._units[path] = _Unit(module, weights, shelf, native)
         unit.listening.enter_context(beneath_calls({path: module}, partial(self._called, unit), shares=True))
+        if len(self._units) == 1:
+            self._listening.enter_context(after_failed_backwards(partial(_backward_failed, weakref.ref(self))))
 
     @property
     def tier_nbytes(self) -> int:
@@ -375,6 +387,8 @@ class ParkedWeights:
         for path in tuple(paths):
             self._units[path].close()
             del self._units[path]
+        if not self._units:
+            self._listening.close()
         self._trained = dict(pair for unit in self._units.values() for pair in unit.trained())
         for unit in self._units.values():
             unit.next = {}
@@ -389,7 +403,7 @@ class ParkedWeights:
 
     @uncompiled
     def backward_ended(self, raised: bool = True) -> None:
-        """`raised`: a backward that left weights on the device has raised, and the loop may have written to them by `.data`."""
+        """`raised`: a backward that left weights on the device has raised, and they may have been written by `.data` since."""
         with self._lock:
             unit, self._in_backward = self._in_backward, None
             self._stop_copying()
@@ -431,7 +445,13 @@ class ParkedWeights:
                 self.moved_nbytes += weight.nbytes if weight.is_away else 0
                 weight.fetch()
                 weight.is_updated()
-        yield
+        for weight in weights:
+            weight.users += 1
+        try:
+            yield
+        finally:
+            for weight in weights:
+                weight.users -= 1
         with self._lock, below_autograd(), unwatched():
             for weight in weights:
                 try:
@@ -482,17 +502,15 @@ class ParkedWeights:
     def _begins(self, unit: _Unit) -> None:
         with self._lock:
             if backward_task() == -1:
-                if self._in_backward is not None:
-                    self.backward_ended()
                 self._fetch(unit, "forward")
             else:  # a checkpoint runs the module again: its backward follows
                 self._backward_in(unit)
-            unit.calls += 1
+            unit.called(1)
 
     @uncompiled
     def _ends(self, unit: _Unit) -> None:
         with self._lock:
-            unit.calls -= 1
+            unit.called(-1)
             if not unit.calls and unit is not self._in_backward:
                 self._drop(unit)
 
@@ -562,6 +580,12 @@ def _nodes_of(value: Any) -> set[Any]:
 _living: weakref.WeakSet[ParkedWeights] = weakref.WeakSet()
 
 
+def _backward_failed(parked: weakref.ref[ParkedWeights]) -> None:
+    weights = parked()
+    if weights is not None:
+        weights.backward_ended()
+
+
 def _before_fork() -> None:
     for parked in _living:
         parked.fork_begins()
@@ -572,9 +596,7 @@ def _after_fork(is_child: bool) -> None:
         parked.forked(is_child)
 
 
-os.register_at_fork(
-    before=_before_fork, after_in_parent=partial(_after_fork, False), after_in_child=partial(_after_fork, True)
-)
+os.register_at_fork(before=_before_fork, after_in_parent=partial(_after_fork, False), after_in_child=partial(_after_fork, True))
 _placed: weakref.WeakKeyDictionary[nn.Module, ParkedWeights] = weakref.WeakKeyDictionary()
 """Models whose frozen weights were never on the device together (`to_device`)."""
 
@@ -615,6 +637,6 @@ def _is_lent(weight: torch.Tensor) -> bool:
 
 
 _HOLDERS = 2
-"""How many hold the storage of a weight that nobody else knows: the weight, and Python, once it has seen the storage. That which
-is parked is held by one more.
+"""How many hold the storage of a weight that nobody else knows: the weight, and Python, once it has seen the storage. One more
+holds that which is parked.
 """

@@ -306,8 +306,9 @@ def fused(parameters: Any) -> optim.Optimizer:
 
 
 @pytest.mark.parametrize("in_backward", ["never", "always"])
-@pytest.mark.parametrize("optimizer", [fused, optim.SGD, optim.Adafactor])
-@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize(
+    ("optimizer", "reentrant"), [(fused, None), (optim.Adafactor, None), (optim.SGD, False), (optim.SGD, True)]
+)
 def test_optimizers_and_checkpoints(in_backward: str, optimizer: Any, reentrant: bool | None) -> None:
     kinds = {"model": lambda: Model(reentrant), "optimizer": optimizer}
     assert same(Loop.step, in_backward, **kinds).units
@@ -388,3 +389,34 @@ def test_a_forked_process_has_weights_of_its_own(trains: bool) -> None:
         return loss
 
     assert len(same(step).units) == 6
+
+
+def in_a_thread(work: Callable[[], object]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def test_a_thread_that_evaluates_takes_no_weight_from_a_step() -> None:
+    """Not from an update, nor from a backward. It would free what a kernel of the step reads, and lose what it writes."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    x, seen = batch(), list[list[bool]]()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(x)
+
+    def look(*_: Any) -> None:
+        in_a_thread(evaluate)
+        seen.append([is_away(layer.weight) for layer in model])
+
+    with parked_of(model) as parked:
+        parked.copy_ahead(())
+        with parked.there([model[0].weight]):
+            look()
+            model[0].weight.data.add_(1)
+        assert is_away(model[0].weight)
+        h = model[0](x)
+        h.register_hook(look)
+        model[1](h).sum().backward()
+        assert seen == [[False, True], [True, False]] and is_away(model[1].weight)
