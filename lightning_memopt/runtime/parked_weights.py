@@ -77,6 +77,12 @@ class _Unit:
             self.close()
             raise
 
+    def called(self, more: int) -> None:
+        """So many more calls of the module are running, in any thread."""
+        self.calls += more
+        for weight in self._weights:
+            weight.users += more
+
     def has(self, module: nn.Module, weights: Sequence[torch.Tensor]) -> bool:
         own = self._weights
         return (
@@ -173,6 +179,8 @@ class ParkedWeights:
         self._units: dict[str, _Unit] = {}
         self._trained: dict[int, WeightMemory] = {}  # by the identity of the parameter
         self._forking: list[WeightMemory] = []
+        self._listening = contextlib.ExitStack()
+        weakref.finalize(self, self._listening.close).atexit = False
         _living.add(self)
 
     @property
@@ -230,6 +238,8 @@ class ParkedWeights:
         for path in tuple(paths):
             self._units[path].close()
             del self._units[path]
+        if not self._units:
+            self._listening.close()
         self._trained = dict(pair for unit in self._units.values() for pair in unit.trained())
         for unit in self._units.values():
             unit.next = {}
@@ -244,7 +254,7 @@ class ParkedWeights:
 
     @uncompiled
     def backward_ended(self, raised: bool = True) -> None:
-        """`raised`: a backward that left weights on the device has raised, and the loop may have written to them by `.data`."""
+        """`raised`: a backward that left weights on the device has raised, and they may have been written by `.data` since."""
         with self._lock:
             unit, self._in_backward = self._in_backward, None
             self._stop_copying()
@@ -286,7 +296,13 @@ class ParkedWeights:
                 self.moved_nbytes += weight.nbytes if weight.is_away else 0
                 weight.fetch()
                 weight.is_updated()
-        yield
+        for weight in weights:
+            weight.users += 1
+        try:
+            yield
+        finally:
+            for weight in weights:
+                weight.users -= 1
         with self._lock, below_autograd(), unwatched():
             for weight in weights:
                 try:
@@ -337,17 +353,15 @@ class ParkedWeights:
     def _begins(self, unit: _Unit) -> None:
         with self._lock:
             if backward_task() == -1:
-                if self._in_backward is not None:
-                    self.backward_ended()
                 self._fetch(unit, "forward")
             else:  # a checkpoint runs the module again: its backward follows
                 self._backward_in(unit)
-            unit.calls += 1
+            unit.called(1)
 
     @uncompiled
     def _ends(self, unit: _Unit) -> None:
         with self._lock:
-            unit.calls -= 1
+            unit.called(-1)
             if not unit.calls and unit is not self._in_backward:
                 self._drop(unit)
 
@@ -415,6 +429,12 @@ def _nodes_of(value: Any) -> set[Any]:
 
 
 _living: weakref.WeakSet[ParkedWeights] = weakref.WeakSet()
+
+
+def _backward_failed(parked: weakref.ref[ParkedWeights]) -> None:
+    weights = parked()
+    if weights is not None:
+        weights.backward_ended()
 
 
 def _before_fork() -> None:

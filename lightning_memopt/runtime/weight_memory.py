@@ -36,6 +36,7 @@ class WeightMemory:
         self._version = weight._version
         self._here_at = storage_address(self._bytes.untyped_storage())
         self._may_be_written = False
+        self.users = 0  # calls of its module, and updates, that are running
         self._coming: torch.Tensor | None = None  # gets a copy ahead
         self._copied_version: int | None = None  # what the copy ahead has, once it is queued
         weakref.finalize(self, AWAY.discard, storage_id(self._bytes)).atexit = False  # another storage may get this identity
@@ -130,7 +131,7 @@ class WeightMemory:
         """`changed`: it may have been written where no version counter shows it. Returns the bytes that were copied to the
         tier. Raises OffloadError where they cannot be.
         """
-        if not self._is_at(self._here_at):
+        if self.users or not self._is_at(self._here_at):
             return 0
         self._may_be_written = copied = changed or self._may_be_written or self._written()
         if copied:
