@@ -235,6 +235,11 @@ def has_backward_hooks(module: torch.nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether hooks of this module run in the forward or in backward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or has_backward_hooks(module)
+
+
 def gradient_of(t: torch.Tensor) -> torch.Tensor | None:
     """The gradient of a leaf, or of a tensor that retains it; None if there is none.
 

@@ -43,6 +43,7 @@ from lightning_memopt.runtime.tiers.streams import OwnStreams, marked, queued_on
 from lightning_memopt.runtime.weight_memory import WeightMemory
 from lightning_memopt.torch_private import (
     backward_task,
+    has_hooks,
     queue_callback,
     tree_leaves,
 )
@@ -142,7 +143,16 @@ class _Unit:
     def drop(self, changed: bool = False) -> int:
         """Returns the bytes that were copied to the tier. Raises OffloadError where some cannot be: they stay on the device."""
         with below_autograd(), unwatched():
-            return sum([weight.drop(changed) for weight in self._weights])
+            return sum([weight.drop(changed or self._hooks_may_write(weight)) for weight in self._weights])
+
+    def _hooks_may_write(self, weight: WeightMemory) -> bool:
+        """Whether a hook may have written a weight that is trained by `.data`, which moves no version counter: users clip
+        weights so. On the CPU, bytes are compared.
+        """
+        module = self._module()
+        if not weight.is_trained or on_host(self.device) or module is None:
+            return False
+        return weight.has_hooks or any(map(has_hooks, module.modules()))
 
     def disown(self) -> None:
         """This process parks none of them: wherever they are, they stay."""

@@ -13,6 +13,7 @@ from lightning_memopt.errors import OffloadError
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import fills, unwatched
 from lightning_memopt.record.tensors import bytes_of, has_plain_bytes, in_shared_memory
+from lightning_memopt.runtime.parked_gradients import has_hooks_of_others
 from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, is_away, storage_on, unobserved
 from lightning_memopt.runtime.tiers.streams import copy, freed_in_order
 from lightning_memopt.torch_private import is_copied_on_write, storage_address, storage_id
@@ -58,6 +59,11 @@ class WeightMemory:
     @property
     def is_trained(self) -> bool:
         return self._weight.requires_grad
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether somebody else is told when its gradient was accumulated, and may write it."""
+        return has_hooks_of_others(self._weight)
 
     @property
     def is_away(self) -> bool:

@@ -24,7 +24,7 @@ from lightning_memopt.plan.clocks import stall_seconds, waits
 from lightning_memopt.plan.model import Read
 from lightning_memopt.plan.resting import Rests, with_rest
 from lightning_memopt.plan.states import Chunk, StateOf, in_plan, priced
-from lightning_memopt.runtime import install_native
+from lightning_memopt.runtime import install_native, parked_weights
 from lightning_memopt.runtime.tiers.shelf import is_away
 from lightning_memopt.session import at_rest
 from tests.cpu.lib.engines import elements
@@ -40,7 +40,8 @@ def overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     install_native(lambda line: None)
     if loaded() is None:
         pytest.skip("no C++ compiler: gradients are not parked")
-    monkeypatch.setattr(at_rest, "copies_overlap", lambda device: True)
+    for module in (parked_weights, at_rest):
+        monkeypatch.setattr(module, "copies_overlap", lambda device: True)
 
 
 def train(early: bool, budget: Any) -> tuple[Any, Any, list[tuple[int, int]]]:
