@@ -11,7 +11,21 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from lightning_memopt.graph.fields import MOST, Fields, letters
-from lightning_memopt.graph.model import BEFORE, Copy, EarlyUpdate, Graph, Kind, Lane, Op, Phase, Point, PointKind, Save, Tensor
+from lightning_memopt.graph.model import (
+    BEFORE,
+    Copy,
+    EarlyUpdate,
+    Graph,
+    Kind,
+    Lane,
+    Op,
+    Phase,
+    Point,
+    PointKind,
+    Rest,
+    Save,
+    Tensor,
+)
 
 SCHEMA = 2
 WINDOWED = 3
@@ -33,7 +47,7 @@ _OP = (
 _FLAGS = {"0": "no", "1": "yes"}
 _TENSOR = ("name", "nbytes", "kind", "storage", "born_at", "freed_at", "dtype", "size")
 _UPDATE = ("parameter", "at", "nbytes", "since", "until", "beside_nbytes")
-_COPY = ("tensor", "lane", "after", "before", "seconds", "neighbour")
+_COPY = ("what", "tensor", "lane", "after", "before", "seconds", "neighbour")
 _UPDATED = ("windows", "updates", "usual_nbytes")
 _MORE = {
     SCHEMA: (),
@@ -47,6 +61,7 @@ _PHASES = letters(get_args(Phase))
 _KINDS = letters(get_args(Kind))
 _POINTS = letters(get_args(PointKind))
 _LANES = letters(get_args(Lane))
+_RESTS = letters(get_args(Rest))
 
 
 def graph_to_json(graph: Graph) -> dict[str, Any]:
@@ -106,7 +121,8 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
     more: dict[str, Any] = {"windows": windows, "updates": updates, "usual_nbytes": graph.usual_nbytes, "unrebuilt": unrebuilt}
     more["computed"] = int(graph.computed)
     more["copies"] = {name: [getattr(copy, name) for copy in graph.copies] for name in _COPY}
-    more["copies"]["lane"] = "".join(copy.lane[0] for copy in graph.copies)
+    for name in ("what", "lane"):
+        more["copies"][name] = "".join(getattr(copy, name)[0] for copy in graph.copies)
     columns |= {name: more[name] for name in _MORE[schema]}
     head = {"schema": schema, "device": graph.device, "step_seconds": graph.step_seconds, "texts": list(texts)}
     return head | columns
@@ -292,8 +308,9 @@ def _copies(top: Fields, n_tensors: int, n_points: int) -> tuple[Copy, ...]:
     """The copies of what rests: each ends after it has begun."""
     columns, n = top.table("copies", _COPY, "tensor")
     found = tuple(
-        Copy(tensor=tensor, lane=lane, after=after, before=before, seconds=seconds, neighbour=neighbour)
-        for tensor, lane, after, before, seconds, neighbour in zip(
+        Copy(what=what, tensor=tensor, lane=lane, after=after, before=before, seconds=seconds, neighbour=neighbour)
+        for what, tensor, lane, after, before, seconds, neighbour in zip(
+            columns.chosen("what", n, _RESTS),
             columns.ints("tensor", n, 0, n_tensors - 1),
             columns.chosen("lane", n, _LANES),
             columns.ints("after", n, BEFORE, n_points - 1),

@@ -18,6 +18,7 @@ Phase = Literal["forward", "backward", "update"]
 Kind = Literal["parameter", "buffer", "input", "activation", "gradient", "optimizer_state", "temporary"]
 PointKind = Literal["op", "unpack", "release"]
 Lane = Literal["out", "in"]
+Rest = Literal["weights", "gradient", "state"]
 
 BEFORE = -1
 """`born_at` of tensors that exist when the step begins."""
@@ -179,6 +180,7 @@ class EarlyUpdate:
 class Copy:
     """A copy that every step makes, because what rests is parked meanwhile: weights, gradients, or optimizer state.
 
+    what: what is copied.
     tensor: id of the first weight of a module, of a gradient, or of the parameter that has the state.
     lane: whether it is copied out of the device, or in.
     after: the copy begins after this point.
@@ -187,6 +189,7 @@ class Copy:
     neighbour: id of the parameter whose early update is at the other point, beside that of its own; -1: there is none.
     """
 
+    what: Rest
     tensor: int
     lane: Lane
     after: int

@@ -10,12 +10,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_memopt.graph import Graph
+from lightning_memopt.graph.model import Rest
 from lightning_memopt.plan.clocks import stall_seconds, waits
 from lightning_memopt.plan.lower import lower
 from lightning_memopt.plan.model import Plan, StateParking, WeightParking
 from lightning_memopt.plan.states import Chunks, StateOf, in_plan, parked, priced
 from lightning_memopt.plan.updates import names_of, step_of
-from lightning_memopt.plan.weights import UnitOf, in_turn, parked_weights, trained_nbytes_of
+from lightning_memopt.plan.weights import UnitOf, in_turn, parked_weights
+
+Key = tuple[Rest, int]
+"""What is copied, and the id of its tensor (`Copy`)."""
 
 
 @dataclass(frozen=True)
@@ -103,33 +107,36 @@ class Rests:
         parkings = in_plan(self.parked_states, names_of(graph, plan.updates))
         states = (replace(state, parking=parking) for state, parking in zip(self.states, parkings, strict=True))
         here, before = _hidden(step), _hidden(graph)
-        less = {tensor: here.get(tensor, 0.0) - seconds for tensor, seconds in before.items()}
-        early, late = set(plan.updates), []
-        for each in self.units:
-            turned = each.unit.is_late(early) and not each.unit.is_late({update.parameter for update in graph.updates})
-            late.append(each.made_late(trained_nbytes_of(graph, each.unit)) if turned else each)
-        return replace(self, states=tuple(states), units=tuple(late))._with_less(graph, less)
+        less = {key: here.get(key, 0.0) - seconds for key, seconds in before.items()}
+        may, does = {update.parameter for update in graph.updates}, set(plan.updates)
 
-    def _with_less(self, graph: Graph, less: Mapping[int, float]) -> Rests:
-        """A step waits for so much less for the copies of these tensors."""
+        def updated(each: UnitOf) -> UnitOf:
+            return each.made_late() if each.unit.is_late(does) and not each.unit.is_late(may) else each
+
+        return replace(self, states=tuple(states), units=tuple(map(updated, self.units)))._with_less(graph, less)
+
+    def _with_less(self, graph: Graph, less: Mapping[Key, float]) -> Rests:
+        """A step waits for so much less for these copies."""
         updated = {graph.tensors[update.parameter].name: update.parameter for update in graph.updates}
 
-        def waiting(parking: Any, tensor: int | None) -> Any:
-            return parking if tensor is None else replace(parking, seconds=parking.seconds - less.get(tensor, 0.0))
+        def waiting(parking: Any, key: Key | None) -> Any:
+            return parking if key is None else replace(parking, seconds=parking.seconds - less.get(key, 0.0))
 
-        def tensor_of(state: StateParking) -> int | None:
-            return graph.gradients[state.parameter][0] if state.what == "gradient" else updated.get(state.parameter)
+        def key_of(state: StateParking) -> Key | None:
+            if state.what == "gradient":
+                return "gradient", graph.gradients[state.parameter][0]
+            return ("state", updated[state.parameter]) if state.parameter in updated else None
 
-        states = (replace(each, parking=waiting(each.parking, tensor_of(each.parking))) for each in self.states)
-        units = (replace(each, parking=waiting(each.parking, each.unit.weights[0])) for each in self.units)
+        states = (replace(each, parking=waiting(each.parking, key_of(each.parking))) for each in self.states)
+        units = (replace(each, parking=waiting(each.parking, ("weights", each.unit.weights[0]))) for each in self.units)
         return replace(self, states=tuple(states), units=tuple(units))
 
 
-def _hidden(step: Graph) -> Mapping[int, float]:
-    """Tensor -> seconds of its copies for which the step does not wait; below 0 where it also waits for copies before them."""
-    hidden = defaultdict[int, float](float)
+def _hidden(step: Graph) -> Mapping[Key, float]:
+    """Seconds of copies for which the step does not wait; below 0 where it also waits for copies before them."""
+    hidden = defaultdict[Key, float](float)
     for copy, waited in zip(step.copies, waits(step), strict=True):
-        hidden[copy.tensor] += copy.seconds - waited
+        hidden[copy.what, copy.tensor] += copy.seconds - waited
     return hidden
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 from lightning_memopt.graph import BEFORE, UNRECORDED, Copy, Graph, Op, Tensor
@@ -178,16 +179,17 @@ def copies_of(graph: Graph, states: Sequence[StateOf]) -> Iterator[Copy]:
         if state.parking.what == "gradient":
             gradient, point = graph.gradients[name]
             until = graph.gradients[after][1] if after else point + 1
-            yield Copy(tensor=gradient, lane="out", after=point, before=until, seconds=state.out_seconds)
+            yield Copy(what="gradient", tensor=gradient, lane="out", after=point, before=until, seconds=state.out_seconds)
         elif ops := ops_of.get(name):
             first, last, parameter = ops[0].at, ops[-1].at, updates[name].parameter
             since = ops_of[before][0].at if before else first
             neighbour = updates[before].parameter if before else -1
-            own, back, out = parameter, state.back_seconds, state.out_seconds
-            yield Copy(tensor=own, lane="in", after=since - 1, before=first, seconds=back, neighbour=neighbour)
+            back, out = state.back_seconds, state.out_seconds
+            own = partial(Copy, what="state", tensor=parameter)
+            yield own(lane="in", after=since - 1, before=first, seconds=back, neighbour=neighbour)
             until = ops_of[after][0].at if after else last + 1
             neighbour = updates[after].parameter if after else -1
-            yield Copy(tensor=own, lane="out", after=last, before=until, seconds=out, neighbour=neighbour)
+            yield own(lane="out", after=last, before=until, seconds=out, neighbour=neighbour)
 
 
 def parked(graph: Graph, states: Sequence[StateOf], chunks: Chunks, trained: Mapping[str, int] = MappingProxyType({})) -> Graph:

@@ -70,7 +70,7 @@ def _copies(copies: Sequence[Copy], late: Collection[int]) -> tuple[Copy, ...]:
             return copy
         return replace(copy, after=copy.before - 1) if copy.lane == "in" else replace(copy, before=copy.after + 1)
 
-    return tuple(alone(copy) for copy in copies if copy.tensor not in late)
+    return tuple(alone(copy) for copy in copies if copy.what != "state" or copy.tensor not in late)
 
 
 def beside_nbytes(graph: Graph, usual: Iterable[EarlyUpdate]) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Protocol
 
@@ -50,6 +51,7 @@ class UnitOf:
 
     parking: what is parked, and what that costs.
     unit: the same in the graph.
+    trained_nbytes: bytes of those that are trained.
     back_seconds: how long it takes to copy all of them to the device once.
     out_seconds: how long it takes to copy those out that are trained.
     late_seconds: how long it takes to read these in the tier, in an update after backward.
@@ -57,15 +59,16 @@ class UnitOf:
 
     parking: WeightParking
     unit: Unit
+    trained_nbytes: int = 0
     back_seconds: float = 0.0
     out_seconds: float = 0.0
     late_seconds: float = 0.0
 
-    def made_late(self, nbytes: int) -> UnitOf:
-        """The same where so many bytes that are trained are updated after backward, not early."""
+    def made_late(self) -> UnitOf:
+        """The same where weights that were to be updated early are updated after backward."""
         parking, more = self.parking, self.late_seconds
         copy_seconds, seconds = parking.copy_seconds + more, parking.seconds + more
-        moved_nbytes = parking.moved_nbytes + nbytes
+        moved_nbytes = parking.moved_nbytes + self.trained_nbytes
         return replace(self, parking=replace(parking, copy_seconds=copy_seconds, seconds=seconds, moved_nbytes=moved_nbytes))
 
 
@@ -164,7 +167,7 @@ def all_of(graph: Graph, units: Sequence[Unit], tier: str, rates: Rates | None) 
     fetches, early = fetches_of(graph, units, ahead=False), {update.parameter for update in graph.updates}
     for unit in units:
         nbytes = sum(graph.tensors[t].nbytes for t in unit.weights)
-        trained_nbytes = trained_nbytes_of(graph, unit)
+        trained_nbytes = sum(graph.tensors[t].nbytes for t in unit.trained)
         back = out = late = 0.0
         if rates is not None:
             back = rates.in_seconds(tier, nbytes)
@@ -182,14 +185,9 @@ def all_of(graph: Graph, units: Sequence[Unit], tier: str, rates: Rates | None) 
             tier_nbytes=sum(round_up(graph.tensors[t].nbytes, PAGE_NBYTES) for t in unit.weights),
             moved_nbytes=times * nbytes + trained_nbytes,
         )
-        each = UnitOf(parking, unit, back, out, late)
-        found.append(each.made_late(trained_nbytes) if unit.is_late(early) else each)
+        each = UnitOf(parking, unit, trained_nbytes, back, out, late)
+        found.append(each.made_late() if unit.is_late(early) else each)
     return found
-
-
-def trained_nbytes_of(graph: Graph, unit: Unit) -> int:
-    """Bytes of its weights that are trained."""
-    return sum(graph.tensors[t].nbytes for t in unit.trained)
 
 
 def in_turn(graph: Graph, units: Sequence[UnitOf], ahead: bool) -> list[UnitOf]:
@@ -251,9 +249,9 @@ def parked_weights(graph: Graph, units: Sequence[UnitOf], ahead: bool) -> Graph:
                     tensors[each_version] = replace(updated, freed_at=min(updated.freed_at, last))
                 else:  # written in the tier
                     tensors[each_version] = replace(updated, nbytes=0)
-        first, back, out = each.unit.weights[0], each.back_seconds, each.out_seconds
+        copy = partial(Copy, what="weights", tensor=each.unit.weights[0])
         for fetch in own:
-            copies.append(Copy(tensor=first, lane="in", after=fetch.begins_at - 1, before=fetch.needed_at, seconds=back))
-        if out:
-            copies.append(Copy(tensor=first, lane="out", after=last, before=last + 1, seconds=out))
+            copies.append(copy(lane="in", after=fetch.begins_at - 1, before=fetch.needed_at, seconds=each.back_seconds))
+        if each.out_seconds:
+            copies.append(copy(lane="out", after=last, before=last + 1, seconds=each.out_seconds))
     return replace(graph, tensors=tuple(tensors), copies=tuple(copies))

@@ -60,8 +60,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         graph = replace(random_step(random.Random(seed)), computed=seed % 3 > 0)
         if seed % 2:  # of what rests
             ends = len(graph.points)
-            out = Copy(tensor=0, lane="out", after=ends - 2, before=ends, seconds=0.5)
-            back = Copy(tensor=1, lane="in", after=BEFORE, before=0, seconds=0.25, neighbour=0)
+            out = Copy(what="gradient", tensor=0, lane="out", after=ends - 2, before=ends, seconds=0.5)
+            back = Copy(what="state", tensor=1, lane="in", after=BEFORE, before=0, seconds=0.25, neighbour=0)
             graph = replace(graph, copies=(out, back))
         plan = plan_of(graph, keep_all(graph))
         write_plan(tmp_path / "plan.json", plan, graph)

@@ -19,7 +19,7 @@ from lightning_memopt import optimize
 from lightning_memopt.graph import BEFORE, Copy, EarlyUpdate, Graph, Op, Point, Tensor
 from lightning_memopt.graph.model import Kind, Phase
 from lightning_memopt.native.engine import loaded
-from lightning_memopt.plan import Plan, Prediction, Rebuild, Schedule, StateParking
+from lightning_memopt.plan import Plan, Prediction, Rebuild, Schedule, StateParking, updated
 from lightning_memopt.plan.clocks import stall_seconds, waits
 from lightning_memopt.plan.model import Read
 from lightning_memopt.plan.resting import Rests, with_rest
@@ -190,7 +190,9 @@ def test_a_step_waits_as_long_as_clocks_say(seed: int, early: bool) -> None:
 def test_all_copies_share_the_link(others: float, waited: float) -> None:
     """A gradient leaves after what leaves already, and the step waits for both."""
     graph = step([2.0, 2.0, 9.0], False)
-    weights = Copy(tensor=0, lane="out", after=BEFORE, before=5, seconds=2.0 + others)  # until the last gradient is there
+    weights = Copy(
+        what="weights", tensor=0, lane="out", after=BEFORE, before=5, seconds=2.0 + others
+    )  # until the last gradient is there
     rests = Rests(tuple(states_of([(2.0, 0.0)] * 3, "gradient")), ahead=True)
     assert rests.priced(graph, []).seconds == 2.0, "the last gradient leaves when nothing is computed any more"
     assert rests.priced(replace(graph, copies=(weights,)), []).seconds == 2.0 + waited
@@ -219,6 +221,16 @@ def test_a_late_neighbour_costs_what_it_hid() -> None:
     some = with_rest(replace(plan, updates=(0, 2)), graph, rests)
     assert [state.seconds for state in some.states] == [3.0, 3.0, 3.0]
     assert some.predicted.stall_seconds == some.lower_bound_seconds == 9.0
+
+
+def test_a_late_update_leaves_the_copies_of_its_weights() -> None:
+    """Those of its state are made in the update after backward. A weight comes to its module as before."""
+    weights = Copy(what="weights", tensor=1, lane="in", after=BEFORE, before=2, seconds=1.0)
+    graph = replace(step([9.0] * 3, True), copies=(weights,))
+    graph = Rests(tuple(states_of([(1.0, 2.0)] * 3, "state"))).in_step(graph, [])
+    assert [copy.tensor for copy in graph.copies] == [1, 0, 0, 1, 1, 2, 2]
+    left = [(copy.what, copy.tensor) for copy in updated(graph, (0, 2)).copies]
+    assert left == [("weights", 1), ("state", 0), ("state", 0), ("state", 2), ("state", 2)]
 
 
 def test_small_ones_do_not_take_turns() -> None:
