@@ -17,8 +17,8 @@ from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
-from typing import Protocol
+from operator import itemgetter
+from typing import NamedTuple, Protocol
 
 from lightning_memopt.graph import BEFORE, Copy, Graph
 from lightning_memopt.graph.model import around
@@ -111,8 +111,7 @@ def movable(graph: Graph, units: Sequence[Unit]) -> tuple[list[Unit], dict[str, 
     others = {unit.path: why for unit in units if (why := obstacle(unit))}
     while True:
         waiting = [unit for unit in units if unit.path not in others]
-        runs = [unit.path for _, unit in _in_backward(graph, waiting)]
-        broken = {path for path in runs if runs.count(path) > 1}
+        broken = _Backward.of(graph, waiting).broken
         if not broken:
             return waiting, others
         others |= dict.fromkeys(broken, "their modules do not run at one time in backward")
@@ -141,7 +140,7 @@ def fetches_of(graph: Graph, units: Sequence[Unit], ahead: bool) -> dict[str, tu
     first_ops = sorted((graph.unbroken[unit.path], unit.path) for unit in units)
     forward = [(path, graph.ops[first].at, graph.ops[end - 1].at) for (first, end), path in first_ops]
     over = max((op.at for op in graph.ops if op.phase == "backward"), default=BEFORE)
-    runs = [(unit.path, point) for point, unit in _in_backward(graph, units)]
+    runs = [(unit.path, point) for point, unit in _Backward.of(graph, units).runs]
     ends = [point - 1 for _, point in runs[1:]] + [over]
     backward = [(path, point, end) for (path, point), end in zip(runs, ends, strict=False)]  # there may be no run
     fetches: dict[str, tuple[Fetch, ...]] = {unit.path: () for unit in units}
@@ -203,23 +202,43 @@ def in_turn(graph: Graph, units: Sequence[UnitOf], ahead: bool) -> list[UnitOf]:
     return [of(each) for each in units]
 
 
-def _in_backward(graph: Graph, units: Sequence[Unit]) -> list[tuple[int, Unit]]:
-    """(point, unit): the weights of the unit come before this point of backward, and those of the one before have gone."""
-    unit_of_weight = {t: unit for unit in units for t in unit.weights}
-    unit_of_path = {unit.path: unit for unit in units}
-    forward = len(graph.forward)
+class _Backward(NamedTuple):
+    """Where units run in backward.
 
-    def needs() -> Iterator[tuple[int, Unit]]:
-        for save in graph.saves:
-            unit = next((unit_of_path[path] for path in _paths(graph, save.op) if path in unit_of_path), None)
-            if unit is not None:
-                yield from ((point, unit) for point in save.unpacked_at)
-        for op in graph.ops[forward:]:
-            if op.phase == "backward":
-                yield from ((op.at, unit_of_weight[t]) for t in op.inputs if t in unit_of_weight)
+    runs: (point, unit): its weights come before this point, and those of the one before have gone.
+    broken: paths of units whose weights are read after those of another one have come.
+    """
 
-    ordered = sorted(needs(), key=lambda need: need[0])
-    return [next(group) for _, group in groupby(ordered, key=lambda need: need[1].path)]
+    runs: list[tuple[int, Unit]]
+    broken: set[str]
+
+    @classmethod
+    def of(cls, graph: Graph, units: Sequence[Unit]) -> _Backward:
+        """A unit comes before the first node that it has made. That a later node of it runs brings nothing back: modules within
+        it may be units of their own, and what an op has made may be saved only when the next module runs.
+        """
+        unit_of_weight = {t: unit for unit in units for t in unit.weights}
+        unit_of_path = {unit.path: unit for unit in units}
+
+        def needs() -> Iterator[tuple[int, bool, Unit]]:
+            """(point, whether weights are read there, unit)."""
+            for save in graph.saves:
+                unit = next((unit_of_path[path] for path in _paths(graph, save.op) if path in unit_of_path), None)
+                if unit is not None:
+                    yield from ((point, False, unit) for point in save.unpacked_at)
+            for op in graph.ops[len(graph.forward) :]:
+                if op.phase == "backward":
+                    yield from ((op.at, True, unit_of_weight[t]) for t in op.inputs if t in unit_of_weight)
+
+        found, came, now = cls([], set()), set[str](), ""
+        for point, are_read, unit in sorted(needs(), key=itemgetter(0, 1)):
+            if unit.path not in came:
+                came.add(unit.path)
+                found.runs.append((point, unit))
+                now = unit.path
+            elif are_read and unit.path != now:
+                found.broken.add(unit.path)
+        return found
 
 
 def _paths(graph: Graph, op: int) -> Iterator[str]:
