@@ -467,4 +467,5 @@ def test_all_blocks_are_parked(in_backward: str) -> None:
     found, status = train("min")
     assert found == plain
     assert {f"blocks.{i}" for i in range(4)} < {unit.module for unit in status.plan.weights if unit.are_trained}
-    assert 0 <= status.predicted_peak_nbytes - status.measured_peak_nbytes <= 4096
+    hidden_nbytes = 4 * 8 * WIDTH * 4  # may be freed a moment earlier than in observed steps
+    assert 0 <= status.predicted_peak_nbytes - status.measured_peak_nbytes <= 4096 + hidden_nbytes
