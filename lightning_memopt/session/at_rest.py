@@ -148,8 +148,9 @@ class AtRest(Part):
         parked.
         """
         # first, so that weights come home before what was made later, for which the device may have no room
-        self.weights = WeightsAtRest(model, offloading, alone, say, parts, written, lambda: self.states.in_chunks())
+        self.weights = WeightsAtRest(model, offloading, alone, say, parts, written)
         self.states = StatesAtRest(model, optimizers, offloading, alone, say, parts, kept)
+        self.weights.in_chunks = self.states.in_chunks
         self._offloading = offloading
         self._observed: tuple[StateParking, ...] = ()
         self._before: list[Plan] = []  # of the last step

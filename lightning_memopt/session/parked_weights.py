@@ -41,6 +41,7 @@ class WeightsAtRest(Part):
 
     model, offloading: those of the session.
     parked: those that are parked now; None if none ever was.
+    in_chunks: identities of the parameters that updates after backward take a few at a time: they can be parked, too.
     """
 
     def __init__(
@@ -51,18 +52,15 @@ class WeightsAtRest(Part):
         say: Say,
         parts: Parts,
         written: AbstractSet[int],
-        in_chunks: Callable[[], AbstractSet[int]],
     ) -> None:
-        """`alone`, `parts`, `written`: see `AtRest`. `in_chunks`: identities of the parameters that updates after backward take
-        a few at a time.
-        """
+        """`alone`, `parts`, `written`: see `AtRest`."""
         if offloading.tier:
             parts.add(self)
         self.model = model
         self.offloading = offloading
         self._alone = alone
         self._written = written
-        self._in_chunks = in_chunks
+        self.in_chunks: Callable[[], AbstractSet[int]] = frozenset
         self._compiled_step = False
         self._say = say
         self._say_once = Once(say)
@@ -190,7 +188,7 @@ class WeightsAtRest(Part):
 
     def _units(self) -> dict[str, dict[str, torch.Tensor]]:
         """Path of a module -> its weights by name."""
-        return weight_units(self.model, self.offloading.device, set() if self._compiled_step else self._in_chunks())
+        return weight_units(self.model, self.offloading.device, set() if self._compiled_step else self.in_chunks())
 
     def _frozen_now(self) -> list[torch.Tensor]:
         return [p for p in self.model.parameters() if not p.requires_grad]

@@ -36,5 +36,5 @@ def test_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # all frozen weights and no state would be 8 % less for two layers of Llama: choices are made beside plans that are known
     most = policy[1]["moved_nbytes"] * (1.1 if name == "adapted" else 1.0)
     assert point["by"]["bytes"]["moved_nbytes"] <= most
-    assert any("weights" in name for name in point["policies"]) == (name == "adapted")
+    assert any("weights" in name for name in point["policies"])
     assert policy[0] in traffic.table({name: {"budgets": {"1/8": point}}})
