@@ -37,6 +37,7 @@ from lightning_memopt.logs import silent
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import WeightParking
 from lightning_memopt.record import beneath_calls, uncompiled, unwatched
+from lightning_memopt.record.backwards import after_failed_backwards
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.runtime.tiers.shelf import Shelf, on_shelf
 from lightning_memopt.runtime.tiers.streams import OwnStreams, marked, queued_on
@@ -218,6 +219,8 @@ class ParkedWeights:
         unit = self._units[path] = _Unit(module, weights, shelf, native)
         unit.listening.enter_context(beneath_calls({path: module}, partial(self._called, unit), shares=True))
         self._trained.update(unit.trained())
+        if len(self._units) == 1:
+            self._listening.enter_context(after_failed_backwards(partial(_backward_failed, weakref.ref(self))))
 
     @property
     def tier_nbytes(self) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor, nn, optim
 
 from lightning_memopt import optimize
 from lightning_memopt.runtime.tiers.shelf import is_away
+from lightning_memopt.session.parked_weights import WeightsAtRest
 from tests.emulated import device
 
 is_judged = device.is_emulated() and device.is_bits()
@@ -66,6 +67,12 @@ def train(
         status = None if run is None else run.status()
     state = [t for each in optimizer.state.values() for t in each.values()]
     return [t.detach().cpu() for t in (*model.parameters(), *state)], status, seen
+
+
+@pytest.fixture(autouse=True)
+def weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These are tests of what else is parked."""
+    monkeypatch.setattr(WeightsAtRest, "may_be_parked", lambda self: {})
 
 
 def parked(status: Any, what: str) -> list[Any]:

@@ -166,9 +166,10 @@ def test_parked_tensors_have_copies_and_waits(tmp_path: Path) -> None:
     copies = totals["copies out", "copy"] + totals["copies in", "copy"]  # type: ignore[operator]
     graph = step_of(run.status().graph, plan)
     in_step = sum(copy.seconds for copy in graph.copies)
-    in_update = sum(state.copy_seconds for state in plan.states) - in_step  # the timeline ends where backward does
+    resting = (*plan.states, *plan.weights)
+    in_update = sum(each.copy_seconds for each in resting) - in_step  # the timeline ends where backward does
     assert copies == pytest.approx(plan.predicted.copy_seconds - in_update)
-    waits_in_update = sum(state.seconds for state in plan.states) - sum(waits(graph))
+    waits_in_update = sum(each.seconds for each in resting) - sum(waits(graph))
     assert totals.get(("compute", "wait"), 0.0) == pytest.approx(plan.predicted.stall_seconds - waits_in_update)
     top = page.rows("modules-all")[-1]
     assert {row[0][0]: row[3][1] for row in page.rows("modules-all")}["Blocks"] == sum(
