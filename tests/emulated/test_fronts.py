@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ def batches() -> list[Tensor]:
 
 def by_lightning(folder: Path, strategy: Any) -> tuple[Module, Any]:
     """(the module after a fit, the strategy)."""
+    gc.collect()  # what other tests have left counts
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     module = Module()
