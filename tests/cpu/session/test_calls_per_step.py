@@ -108,6 +108,7 @@ def test_a_planned_step_of_a_process_that_has_imported_a_compiler() -> None:
 
 
 def test_an_observed_step() -> None:
+    gc.collect()  # what other tests have left is told of steps, too
     found = calls_of(2, lambda *run: optimize(*run, budget="1GiB", verbose=False, profile_steps=9))
     if engine.loaded() is not None:
         assert found.total() <= OBSERVED, found.most_common(20)
