@@ -42,7 +42,9 @@ class Resting:
     @contextlib.contextmanager
     def doors(self) -> Iterator[None]:
         """Watch what the package does, at the functions through which it is asked."""
-        between, begins, found = StatesAtRest.between_steps, StatesAtRest.update_begins, StatesAtRest.found
+        between = StatesAtRest.between_steps
+        begins = StatesAtRest.update_begins
+        found = StatesAtRest.found
         found_weights = WeightsAtRest.found
 
         def is_between(states: StatesAtRest, state: object) -> None:

@@ -175,7 +175,9 @@ def copies_of(graph: Graph, states: Sequence[StateOf]) -> Iterator[Copy]:
     updates = {graph.tensors[update.parameter].name: update for update in graph.updates}
     ops_of = {name: graph.ops_of(update.at) for name, update in updates.items()}
     for state in states:
-        name, before, after = state.parking.parameter, state.parking.comes_after, state.parking.leaves_before
+        name = state.parking.parameter
+        before = state.parking.comes_after
+        after = state.parking.leaves_before
         if state.parking.what == "gradient":
             gradient, point = graph.gradients[name]
             until = graph.gradients[after][1] if after else point + 1

@@ -5,7 +5,8 @@ call is over. In backward, they come before the first node of the unit, and go w
 is over. So in the graph such a weight is a tensor with windows.
 
 Frozen weights go without a copy: the tier has them. Those that are trained are copied out once a step. An early update writes
-them on the device, before they go. The update after backward reads and writes them in the tier, over the link.
+them on the device, before they go. For the update after backward, they come once more, a chunk of parameters at a time
+(`plan.states`).
 
 Units may also be copied *ahead*: the copy for a unit begins as soon as the unit before it is there, and runs while that one
 computes. Then two units are on the device at once, and the step waits only for what takes longer than this computing.
@@ -18,10 +19,11 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from lightning_memopt.graph import BEFORE, Copy, Graph
 from lightning_memopt.graph.model import around
+from lightning_memopt.plan.clocks import TransferRates
 from lightning_memopt.plan.model import WeightParking
 from lightning_memopt.plan.tiers import PAGE_NBYTES
 from lightning_memopt.units import round_up
@@ -54,7 +56,7 @@ class UnitOf:
     trained_nbytes: bytes of those that are trained.
     back_seconds: how long it takes to copy all of them to the device once.
     out_seconds: how long it takes to copy those out that are trained.
-    late_seconds: how long it takes to read these in the tier, in an update after backward.
+    late_seconds: how long it takes to copy these to the device once more, for an update after backward.
     """
 
     parking: WeightParking
@@ -90,13 +92,6 @@ def movable(graph: Graph, units: Sequence[Unit]) -> tuple[list[Unit], dict[str, 
     And path of each other unit -> why it is none of these.
     """
     written = {t for op in graph.ops for t, _ in op.mutates if op.phase != "update"}
-    readers: dict[int, list[int]] = {}
-    for op in graph.ops:
-        for t in op.inputs:
-            readers.setdefault(t, []).append(op.id)
-
-    def is_update(op: int) -> bool:
-        return graph.ops[op].phase == "update"
 
     def obstacle(unit: Unit) -> str:
         if unit.path not in graph.unbroken:
@@ -104,8 +99,11 @@ def movable(graph: Graph, units: Sequence[Unit]) -> tuple[list[Unit], dict[str, 
         if not written.isdisjoint(unit.weights):
             return "the step writes weights of their modules"
         first, end = graph.unbroken[unit.path]
-        ops = [graph.ops[o] for t in unit.weights for o in readers.get(t, ()) if t not in unit.trained or not is_update(o)]
-        elsewhere = any(op.phase == "update" or (op.phase == "forward" and not first <= op.id < end) for op in ops)
+        readers = ((t, op) for t in unit.weights for op in graph.consumers.get(t, ()))
+        elsewhere = any(
+            t not in unit.trained if op.phase == "update" else op.phase == "forward" and not first <= op.id < end
+            for t, op in readers
+        )
         return "other modules read them, or an update does" if elsewhere else ""
 
     others = {unit.path: why for unit in units if (why := obstacle(unit))}
@@ -153,14 +151,7 @@ def fetches_of(graph: Graph, units: Sequence[Unit], ahead: bool) -> dict[str, tu
     return fetches
 
 
-class Rates(Protocol):
-    """Seconds that copies of so many bytes take, to a tier and back."""
-
-    def out_seconds(self, tier: str, nbytes: int) -> float: ...
-    def in_seconds(self, tier: str, nbytes: int) -> float: ...
-
-
-def all_of(graph: Graph, units: Sequence[Unit], tier: str, rates: Rates | None) -> list[UnitOf]:
+def all_of(graph: Graph, units: Sequence[Unit], tier: str, rates: TransferRates | None) -> list[UnitOf]:
     """These units, parked in this tier, if the step waits for all of each copy. `rates`: None: copies take no time."""
     found = []
     fetches, early = fetches_of(graph, units, ahead=False), {update.parameter for update in graph.updates}
@@ -230,7 +221,9 @@ class _Backward(NamedTuple):
                 if op.phase == "backward":
                     yield from ((op.at, True, unit_of_weight[t]) for t in op.inputs if t in unit_of_weight)
 
-        found, came, now = cls([], set()), set[str](), ""
+        found = cls([], set())
+        came = set[str]()
+        now = ""
         for point, are_read, unit in sorted(needs(), key=itemgetter(0, 1)):
             if unit.path not in came:
                 came.add(unit.path)
@@ -266,7 +259,7 @@ def parked_weights(graph: Graph, units: Sequence[UnitOf], ahead: bool) -> Graph:
                 updated = tensors[each_version]
                 if updated.born_at <= last:
                     tensors[each_version] = replace(updated, freed_at=min(updated.freed_at, last))
-                else:  # written in the tier
+                else:  # the chunk of its update has it
                     tensors[each_version] = replace(updated, nbytes=0)
         copy = partial(Copy, what="weights", tensor=each.unit.weights[0])
         for fetch in own:

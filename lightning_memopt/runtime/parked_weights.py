@@ -80,7 +80,7 @@ class _Unit:
             raise
 
     def called(self, more: int) -> None:
-        """So many more calls of the module are running, in any thread."""
+        """A call of the module begins (1), or ends (-1), in any thread."""
         self.calls += more
         for weight in self._weights:
             weight.users += more
@@ -143,17 +143,19 @@ class _Unit:
 
     def drop(self, changed: bool = False) -> int:
         """Returns the bytes that were copied to the tier. Raises OffloadError where some cannot be: they stay on the device."""
+        pairs = zip(self._weights, self._hooks_may_write(), strict=True)
         with below_autograd(), unwatched():
-            return sum([weight.drop(changed or self._hooks_may_write(weight)) for weight in self._weights])
+            return sum([weight.drop(changed or may_be_written) for weight, may_be_written in pairs])
 
-    def _hooks_may_write(self, weight: WeightMemory) -> bool:
-        """Whether a hook may have written a weight that is trained by `.data`, which moves no version counter: users clip
-        weights so. On the CPU, bytes are compared.
+    def _hooks_may_write(self) -> list[bool]:
+        """For each weight, whether hooks of the user may have written it by `.data`, which moves no version counter: they clip
+        weights that are trained. On the CPU, bytes are compared.
         """
         module = self._module()
-        if not weight.is_trained or on_host(self.device) or module is None:
-            return False
-        return weight.has_hooks or any(map(has_hooks, module.modules()))
+        if on_host(self.device) or module is None:
+            return [False] * len(self._weights)
+        of_module = any(map(has_hooks, module.modules()))
+        return [weight.is_trained and (of_module or weight.has_hooks) for weight in self._weights]
 
     def disown(self) -> None:
         """This process parks none of them: wherever they are, they stay."""
@@ -233,7 +235,7 @@ class ParkedWeights:
 
     def copy_ahead(self, weights: Iterable[WeightParking]) -> None:
         """From now on, copy these weights ahead where they say so, and no others. All that are parked are known."""
-        self._trained = dict(pair for unit in self._units.values() for pair in unit.trained())
+        self._see_trained()
         for unit in self._units.values():
             unit.next = {}
         for parking in weights:
@@ -253,9 +255,13 @@ class ParkedWeights:
             del self._units[path]
         if not self._units:
             self._listening.close()
-        self._trained = dict(pair for unit in self._units.values() for pair in unit.trained())
+        self._see_trained()
         for unit in self._units.values():
             unit.next = {}
+
+    def _see_trained(self) -> None:
+        """Look which of the weights that are parked are trained now: loops freeze some, and unfreeze others."""
+        self._trained = dict(pair for unit in self._units.values() for pair in unit.trained())
 
     def let_go(self) -> None:
         """Park no weights that have been given other storages meanwhile."""
@@ -342,7 +348,9 @@ class ParkedWeights:
             for unit in self._units.values():
                 unit.listening.close()
                 unit.disown()
-            self._units, self._trained, self._in_backward, self._coming = {}, {}, None, None
+            self._units = {}
+            self._trained = {}
+            self._in_backward = self._coming = None
         else:
             with below_autograd(), unwatched():
                 for weight in leaving:

@@ -27,12 +27,9 @@ def weight_units(model: nn.Module, device: torch.device, trained: Container[int]
     def weights(module: nn.Module, recurse: bool) -> dict[str, torch.Tensor]:
         own = [p for p in module.parameters(recurse) if id(p) in names and is_on(device, p.device) and may_be_parked(p)]
         frozen = [p for p in own if not p.requires_grad]
-        learning = [p for p in own if p.requires_grad and id(p) in trained]
-        if sum(p.nbytes for p in learning) <= sum(p.nbytes for p in frozen):
-            own = frozen
-        else:
-            own = [p for p in own if not p.requires_grad or id(p) in trained]
-        return {names[id(p)]: p for p in own}
+        both = [p for p in own if not p.requires_grad or id(p) in trained]
+        most_are_trained = sum(p.nbytes for p in both) > 2 * sum(p.nbytes for p in frozen)
+        return {names[id(p)]: p for p in (both if most_are_trained else frozen)}
 
     largest = _LARGEST * sum(p.nbytes for p in weights(model, True).values())
     units: dict[str, dict[str, torch.Tensor]] = {}

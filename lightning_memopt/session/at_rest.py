@@ -293,10 +293,12 @@ class AtRest(Part):
         early, of which the graph does not say it yet.
         """
         found = Rests(tuple(self.states.found(graph, timed=False)), tuple(self.weights.found(graph, timed=False)))
-        freed = [each for each in found.states if each.parking.what == "gradient" and each.parking.parameter in early]
-        found = found.only([each for each in found.by_price() if each not in freed])
+        states = (s for s in found.states if s.parking.what == "state" or s.parking.parameter not in early)
+        found = replace(found, states=tuple(states))
         self._tell_of_others(graph)
         rests = found if all_of_it else found.within(self._offloading.limit_nbytes)
+        if not rests:  # the rehearsal of chunks takes long
+            return graph, 0
         chunks = [[chunk.without(early) for chunk in own] for own in self.states.chunks(graph, rests)]
         return rests.in_step(graph, chunks), rests.tier_nbytes
 

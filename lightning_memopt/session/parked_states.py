@@ -158,7 +158,9 @@ class StatesAtRest(Part):
             self._parked.pop()
         if all_there:
             self._depot.close()
-        self._depot, self._states, self._trained = Depot(), (), frozenset[int]()
+        self._depot = Depot()
+        self._states = ()
+        self._trained = frozenset()
 
     def _begin(self, states: tuple[StateParking, ...], weights: ParkedWeights | None, trained: frozenset[int]) -> None:
         """Park these states from now on, also those that the next update will make. `trained`: see `ParkedWeights`."""

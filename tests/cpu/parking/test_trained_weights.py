@@ -150,7 +150,7 @@ def averages(loop: Loop, i: int) -> Any:
 
 
 def swaps_averages(loop: Loop, i: int) -> Any:
-    """The model is evaluated with average weights, which are put in the place of its own."""
+    """The model is evaluated with average weights, instead of its own."""
     loss = loop.step(i).item()
     average = loop.kept.setdefault("average", [p.detach().clone() for p in loop.parameters])
     for _ in range(2):
