@@ -245,6 +245,8 @@ class Recorder(Outside):
                 # only an op that writes nothing and draws no random numbers: its first run has changed nothing
                 if rule.writes or rule.handling not in ("pure", "empty") or not self.owner.gives_way():
                     raise
+                if observer is not None:
+                    observer.again()
         if observer is not None:
             observer.ran()
         if each:

@@ -137,6 +137,16 @@ class Tracer:
             self._open.begins(index)
         self._began = perf_counter()
 
+    def again(self) -> None:
+        """Measure this op from here on: what was freed before, to make room for it, is no workspace of its own. `begin` does
+        not call this, because that would be one more call for each op.
+        """
+        if self.timed is not None:
+            self.timed.begin(len(self.ops))
+        if self._open is not None:
+            self._open.begins(len(self.ops))
+        self._began = perf_counter()
+
     def ran(self) -> None:
         self._seconds = perf_counter() - self._began
         if self.timed is not None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_memopt import fit, optimize
+from lightning_memopt import fit, optimize, register_op
 from lightning_memopt.fitting.cards import CONTEXT_NBYTES
+from lightning_memopt.runtime.engine.observing import ObservingEngine
 from tests.cpu.lib.said import listening
 from tests.cpu.lib.times import Drawn, given
 from tests.emulated import device, recorded, reserved
@@ -20,6 +21,8 @@ from tests.emulated.training import CUDA, MODELS, Attention, train
 
 SPARE_NBYTES = 16 << 20
 """Of the budget: what the allocator has in whole segments."""
+SPACIOUS_NBYTES = 48 << 20
+"""Workspace of the op `spacious`."""
 pytestmark = pytest.mark.skipif(not device.is_emulated(), reason="the emulated device: make emulated")
 
 
@@ -109,3 +112,59 @@ def test_a_plan_of_memopt_fit_is_in_force_and_kept(family: str, monkeypatch: pyt
     assert "is the plan of this step; nothing is solved" in said.taken()
     assert measured <= budget_nbytes
     assert measured == pytest.approx(on.peak_nbytes + WORKSPACE_NBYTES, rel=0.01)
+
+
+@torch.library.custom_op("memopt_test::spacious", mutates_args=())
+def spacious(x: torch.Tensor) -> torch.Tensor:
+    torch.empty(SPACIOUS_NBYTES, dtype=torch.uint8, device=x.device)
+    return x * 2
+
+
+spacious.register_fake(torch.empty_like)
+spacious.register_autograd(lambda ctx, grad: grad * 2)
+
+
+class Spacious(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.nn.functional.gelu(layer(x))
+        return spacious(x).square().mean()
+
+
+def test_what_is_freed_to_make_room_for_an_op_is_no_workspace_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gave: list[bool] = []
+    original = ObservingEngine.gives_way
+    monkeypatch.setattr(ObservingEngine, "gives_way", lambda self: gave.append(original(self)) or gave[-1])
+    register_op(torch.ops.memopt_test.spacious.default, "pure")
+    model = Spacious().to(CUDA)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(torch.ones(1 << 16, 64, device=CUDA)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def workspace_nbytes(most: float) -> int:
+        """The observed step has this part of the device's memory."""
+        with optimize(model, optimizer, budget="100%", profile_steps=1, verbose=False) as run:
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(most)
+            try:
+                step()
+            finally:
+                torch.cuda.set_per_process_memory_fraction(1.0)
+            most_nbytes.append(torch.cuda.max_memory_reserved())
+            step()
+            return next(op.workspace_nbytes for op in run.status().graph.ops if "spacious" in op.name)
+
+    most_nbytes: list[int] = []
+    torch.cuda.reset_peak_memory_stats()
+    expected_nbytes = workspace_nbytes(1.0)
+    assert expected_nbytes > 0 and not gave
+    total_nbytes = torch.cuda.get_device_properties(0).total_memory
+    assert workspace_nbytes((most_nbytes[0] - 2 * SPACIOUS_NBYTES) / total_nbytes) == expected_nbytes
+    assert any(gave)
