@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+
+import torch
 
 from lightning_memopt.graph.model import BEFORE, Kind, Phase
 
@@ -111,3 +114,13 @@ def gone(tensors: Mapping[int, SeenTensor], saves: Iterable[SeenSave]) -> frozen
     """
     held = {save.tensor for save in saves if save.released_at is None}
     return frozenset(i for i, id in enumerate(sorted(tensors)) if tensors[id].freed_at is not None and id not in held)
+
+
+class Watch(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to a storage, with its key. So its callback needs no closure, which the garbage collector would visit.
+
+    key: the key of the storage in the tracer.
+    """
+
+    __slots__ = ("key",)
+    key: int

@@ -7,7 +7,6 @@ their use counts (user_held.py). This shows how long *user code* held them.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -33,7 +32,7 @@ from lightning_memopt.trace.flops import Flops
 from lightning_memopt.trace.lines import user_line
 from lightning_memopt.trace.lingering import Lingering
 from lightning_memopt.trace.memory import OpMarks, TimedOps
-from lightning_memopt.trace.seen import SeenOp, SeenSave, SeenTensor
+from lightning_memopt.trace.seen import SeenOp, SeenSave, SeenTensor, Watch
 from lightning_memopt.trace.user_held import ALONE, UserHeld
 
 _UNSEEN = -1
@@ -41,18 +40,6 @@ _UNSEEN = -1
 _LINGERS = "held by what is not recorded"
 _new_point: Callable[[type[Point], tuple[str, int, int]], Point] = tuple.__new__  # takes a third of the time, for each op
 _id_of = attrgetter("id")
-_CPU_GENERATOR_NBYTES, _CUDA_GENERATOR_NBYTES = 5056, 16
-"""Bytes of the generator state that a rebuild of a random op needs."""
-
-
-class _Watch(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a storage, with its key. So its callback needs no closure, which the garbage collector would visit.
-
-    key: the key of the storage in the tracer.
-    """
-
-    __slots__ = ("key",)
-    key: int
 
 
 class Tracer:
@@ -92,8 +79,8 @@ class Tracer:
         self.marks: OpMarks | None = None
         self._open: OpMarks | None = None
         self._began = 0.0
-        self._alive: dict[int, _Watch] = {}
-        self._dies: Callable[[_Watch], None] = self._death
+        self._alive: dict[int, Watch] = {}
+        self._dies: Callable[[Watch], None] = self._death
         self._storages: dict[int, tuple[int, ...]] = {}
         self._adopted: dict[int, int] = {}
         self._user_held, self._flops = UserHeld(), Flops()
@@ -138,9 +125,7 @@ class Tracer:
         self._began = perf_counter()
 
     def again(self) -> None:
-        """Measure this op from here on: what was freed before, to make room for it, is no workspace of its own. `begin` does
-        not call this, because that would be one more call for each op.
-        """
+        # `begin` does not call this: that would be one more call for each op
         if self.timed is not None:
             self.timed.begin(len(self.ops))
         if self._open is not None:
@@ -293,9 +278,7 @@ class Tracer:
             ids = self._storages[before.storage]
             self.gone(before.storage)
             self._user_held.forget(ids)
-            for id in ids:
-                if self.tensors[id].freed_at is None:
-                    self.tensors[id].freed_at = len(self.points) - 1
+            self._are_released(ids)
         if new.nbytes:
             self._made_late(new, "input" if self.phase == "forward" else "temporary")
         else:
@@ -342,7 +325,7 @@ class Tracer:
         self.live_nbytes += self.tensors[key].nbytes
         if self.counter is not None and (self.ledger is None or not self.ledger.born(key, storage)):
             self._count(key, storage)
-        watch = self._alive[key] = _Watch(storage, self._dies)
+        watch = self._alive[key] = Watch(storage, self._dies)
         watch.key = key
 
     def _count(self, key: int, storage: torch.UntypedStorage) -> None:
@@ -391,7 +374,7 @@ class Tracer:
                 self.counts(storage, alive)
 
     @uncompiled
-    def _death(self, watch: _Watch) -> None:
+    def _death(self, watch: Watch) -> None:
         self.gone(watch.key)
         ids = self._storages[watch.key]
         self._user_held.forget(ids)

@@ -93,10 +93,6 @@ def asks() -> int:
     return LISTENING if compiles() else 0
 
 
-def asks() -> int:
-    return LISTENING if compiles() else 0
-
-
 def calls_of_a_planned_step() -> Counter[str]:
     return calls_of(9, lambda *run: optimize(*run, budget="min", verbose=False, profile_steps=1))
 
