@@ -234,8 +234,8 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Nothing, or free memory of the device before the run ends.",
     ),
     ("runtime/parked_weights.py", "MemOpt: weights that the plan parks"): (
-        "A weight could not be copied to the tier, so it stays on the device: bits are right, but a step takes more bytes than "
-        "predicted.",
+        "A weight could not be copied to the tier, or NumPy has its address, so it stays on the device: bits are right, but a "
+        "step takes more bytes than predicted.",
         "Do what the line says.",
     ),
     ("session/parked_weights.py", "MemOpt: the weights of"): (

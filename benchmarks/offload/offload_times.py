@@ -38,6 +38,17 @@ FILE = RESULTS / "offload_times.json"
 GB, GIB = 10**9, 1 << 30
 configs: Any = transformers
 """Its configurations take keywords that their signatures do not name."""
+LLAMA = {
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "use_cache": False,
+}
+"""Sizes of Llama 3 8B."""
 Training = tuple[nn.Module, optim.Optimizer, Callable[[], None]]
 Row = dict[str, Any]
 
@@ -78,18 +89,21 @@ def vit_g() -> Training:
 
 def llama_8b() -> Training:
     """Llama 3 8B, bfloat16, 4,096 tokens, all weights trained."""
-    config = configs.LlamaConfig(
-        vocab_size=128256,
-        max_position_embeddings=8192,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        use_cache=False,
-    )
+    config = configs.LlamaConfig(**LLAMA)
     words = torch.zeros(1, 4096, dtype=torch.long)
     return _training(_in_bfloat16(lambda: configs.LlamaForCausalLM(config)), _own_loss, input_ids=words, labels=words)
+
+
+def llama_70b() -> Training:
+    """Llama 3 70B, bfloat16, 2,048 tokens: the linear layers of its blocks packed to 4 bits, with adapters of rank 16."""
+    from tests.emulated.packed import pack_and_adapt
+
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    config = configs.LlamaConfig(**LLAMA | sizes)
+    model = _in_bfloat16(lambda: configs.LlamaForCausalLM(config))
+    _in_bfloat16(partial(pack_and_adapt, model, model.model.layers))
+    words = torch.zeros(1, 2048, dtype=torch.long)
+    return _training(model, _own_loss, input_ids=words, labels=words)
 
 
 def sdxl() -> Training:
@@ -116,6 +130,7 @@ CASES = {
     "sdxl": Case("benchmarks/offload/rtx4070ti-super.json", {"15 GiB": 15 * GIB}),
     "llama_8b": Case("a100-40gb", {"38 GiB": 38 * GIB}),
     "llama_8b_24": Case("rtx4090-24gb", {"22 GiB": 22 * GIB}),
+    "llama_70b": Case("rtx4090-24gb", {"22 GiB": 22 * GIB}),
 }
 
 

@@ -305,10 +305,10 @@ class ParkedGradients:
                 return 0
             return 0 if was_away else gradient.nbytes
 
-    def and_of(self, nbytes: Mapping[int, int]) -> dict[int, int]:
-        """Identity of a parameter -> bytes of its gradient and these."""
-        own = {key: place.nbytes for key, place in self.places.items()}
-        return {key: own.get(key, 0) + nbytes.get(key, 0) for key in own.keys() | nbytes.keys()}
+    @property
+    def nbytes(self) -> dict[int, int]:
+        """Identity of a parameter -> bytes of its gradient."""
+        return {key: place.nbytes for key, place in self.places.items()}
 
     @contextlib.contextmanager
     def there(self, parameters: Sequence[torch.Tensor], fused: bool = False) -> Iterator[None]:

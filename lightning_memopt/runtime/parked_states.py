@@ -242,9 +242,9 @@ class ParkedStates:
         groups = self._groups or self.optimizer.param_groups
         self._give_back_groups()  # whatever the step raises, it has them back
         gradients, weights = self._gradients, self.weights
-        nbytes = self._nbytes if gradients is None else gradients.and_of(self._nbytes)
-        if weights is not None:
-            nbytes = weights.and_of(nbytes, (p for group in groups for p in group["params"]))
+        nbytes = Counter(self._nbytes)
+        nbytes.update({} if gradients is None else gradients.nbytes)
+        nbytes.update({} if weights is None else weights.nbytes_of(p for group in groups for p in group["params"]))
         chunks = chunks_of(groups, nbytes)
         with self._update():
             for chunk, following in zip(chunks, [*chunks[1:], None], strict=True):

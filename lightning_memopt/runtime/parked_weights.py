@@ -23,7 +23,7 @@ import dataclasses
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -33,7 +33,7 @@ from torch import nn
 from lightning_memopt.device.backends import backend_of
 from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import OffloadError
-from lightning_memopt.logs import silent
+from lightning_memopt.logs import Once, silent
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import WeightParking
 from lightning_memopt.record import beneath_calls, uncompiled, unwatched
@@ -147,6 +147,11 @@ class _Unit:
         with below_autograd(), unwatched():
             return sum([weight.drop(changed or may_be_written) for weight, may_be_written in pairs])
 
+    @property
+    def is_lent(self) -> bool:
+        """Whether some of them stay on the device because NumPy has their addresses."""
+        return any(weight.is_lent for weight in self._weights)
+
     def _hooks_may_write(self) -> list[bool]:
         """For each weight, whether hooks of the user may have written it by `.data`, which moves no version counter: they clip
         weights that are trained. On the CPU, bytes are compared.
@@ -183,8 +188,7 @@ class ParkedWeights:
     def __init__(self, say: Callable[[str], None] = silent) -> None:
         """`say`: tells the user a line."""
         self.moved_nbytes = 0
-        self._say = say
-        self._said = False
+        self._say_once = Once(say)
         self._lock = threading.RLock()
         self._in_backward: _Unit | None = None
         self._coming: _Unit | None = None
@@ -287,10 +291,9 @@ class ParkedWeights:
 
     # -- weights are updated -------------------------------------------------------------------------
 
-    def and_of(self, nbytes: Mapping[int, int], parameters: Iterable[torch.Tensor]) -> dict[int, int]:
-        """Identity of a parameter -> these bytes, and those of the parameter itself if it is one of these and parked."""
-        own = {id(p): self._trained[id(p)].nbytes for p in parameters if id(p) in self._trained}
-        return {key: own.get(key, 0) + nbytes.get(key, 0) for key in own.keys() | nbytes.keys()}
+    def nbytes_of(self, parameters: Iterable[torch.Tensor]) -> dict[int, int]:
+        """Identity of a parameter -> its bytes, for those of these that are parked and trained."""
+        return {id(p): self._trained[id(p)].nbytes for p in parameters if id(p) in self._trained}
 
     @property
     def trained(self) -> Set[int]:
@@ -391,12 +394,12 @@ class ParkedWeights:
             self.moved_nbytes += unit.drop(changed)
         except OffloadError as error:
             self._tell(error)
+        if unit.is_lent:
+            self._tell("NumPy has the addresses of some (`numpy()`). Copy them first: w.detach().clone().numpy()")
 
-    def _tell(self, error: OffloadError) -> None:
+    def _tell(self, why: object) -> None:
         """Say once that weights cannot leave."""
-        if not self._said:
-            self._said = True
-            self._say(f"MemOpt: weights that the plan parks stay on the device: {error}")
+        self._say_once(f"MemOpt: weights that the plan parks stay on the device: {why}", "stay")
 
     def _fetch(self, unit: _Unit, direction: Direction) -> None:
         if self._coming is not unit:

@@ -25,6 +25,8 @@ class WeightMemory:
     Its storage is what is parked: `weight.data = other` gives the weight another one, which is none of ours. A storage whose
     memory is not what we gave it (`resize_`, `share_memory_`) is left alone. The memory's address says which it is, also after
     an interrupt.
+
+    is_lent: NumPy has its address, so it stays where it is.
     """
 
     def __init__(self, weight: torch.Tensor, shelf: Shelf, native: Any) -> None:
@@ -33,6 +35,7 @@ class WeightMemory:
         self._bytes = bytes_of(weight)  # a tensor on the storage
         self._shelf, self._offset = shelf, shelf.take(weight.nbytes)
         self._away_at = 0
+        self.is_lent = False
         self._copy_out()
         self._version = weight._version
         self._here_at = storage_address(self._bytes.untyped_storage())
@@ -80,7 +83,8 @@ class WeightMemory:
         with unwatched():  # whose address others have, is never dropped
             storage = self._bytes.untyped_storage()
             is_there = storage.data_ptr() == address and storage.nbytes() == self.nbytes
-            return is_there and not self._native.lent(self._bytes, _HOLDERS + 1)
+            self.is_lent = is_there and self._native.lent(self._bytes, _HOLDERS + 1)
+            return is_there and not self.is_lent
 
     def _copy_out(self) -> None:
         memory = self._shelf.put(self._bytes, self._offset, "weights")

@@ -20,13 +20,14 @@ from typing import Any, NoReturn
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_memopt import register_optimizer
 from lightning_memopt.integrations.to_device import to_device
 from lightning_memopt.runtime.tiers import streams
 from tests.emulated import device
 from tests.emulated.float32_adamw import Float32AdamW
+from tests.emulated.packed import pack_and_adapt
 from tests.emulated.reserved import HEADER, MIB, Loss, Made, run
 from tests.emulated.unet import DiffusionUNet
 
@@ -86,42 +87,12 @@ def llama_8b(lora: bool, length: int) -> Made:
     return _made(_adapted(model) if lora else model, **_words(1, length))
 
 
-class Packed(nn.Module):
-    """A frozen linear layer whose weight is packed, two numbers of 4 bits to a byte, with a scale for each row."""
-
-    def __init__(self, n_in: int, n_out: int) -> None:
-        super().__init__()
-        self.in_features, self.out_features = n_in, n_out
-        self.packed = nn.Parameter(torch.empty(n_out, n_in // 2, dtype=torch.uint8), requires_grad=False)
-        self.scale = nn.Parameter(torch.empty(n_out, 1), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        both = torch.stack((self.packed & 15, self.packed >> 4), -1).flatten(1)
-        return nn.functional.linear(x, both.to(x.dtype).sub_(8).mul_(self.scale.to(x.dtype)))
-
-
-class AdaptedPacked(nn.Module):
-    """With an adapter of rank 16."""
-
-    def __init__(self, n_in: int, n_out: int) -> None:
-        super().__init__()
-        self.base = Packed(n_in, n_out)
-        self.down, self.up = nn.Parameter(torch.empty(16, n_in)), nn.Parameter(torch.empty(n_out, 16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + (x @ self.down.T) @ self.up.T
-
-
 def llama_70b(length: int) -> Made:
     """Llama 3's 70 billion parameters: the linear layers of its blocks packed to 4 bits, with adapters; the rest bfloat16."""
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     config = configs.LlamaConfig(vocab_size=128256, max_position_embeddings=8192, **BLOCKS | sizes)
     model = in_bfloat16(lambda: transformers.LlamaForCausalLM(config))
-    model.requires_grad_(False)
-    for module in list(model.model.layers.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear):
-                setattr(module, name, in_bfloat16(partial(AdaptedPacked, child.in_features, child.out_features)))
+    in_bfloat16(partial(pack_and_adapt, model, model.model.layers))
     return _made(model, **_words(1, length))
 
 

@@ -363,6 +363,20 @@ def test_a_weight_that_numpy_has_stays_where_it_is() -> None:
     assert weight[0].eq(5).all() and weight.untyped_storage().data_ptr() == array.ctypes.data
 
 
+def test_a_line_says_that_numpy_has_the_address_of_a_weight_on_the_device() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    lines: list[str] = []
+    arrays: list[Any] = []
+    with parked_of(model, lines.append):
+        hook = model[1].register_forward_hook(lambda module, *_: arrays.append(module.weight.detach().numpy()))
+        model(batch()).sum().backward()
+        hook.remove()
+        assert not is_away(model[1].weight) and is_away(model[0].weight)
+        model(batch()).sum().backward()
+    (line,) = lines
+    assert line.startswith("MemOpt: weights that the plan parks stay on the device: NumPy has the addresses of some")
+
+
 # -- processes and threads -----------------------------------------------------------------------------
 
 
