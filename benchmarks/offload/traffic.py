@@ -40,6 +40,7 @@ from lightning_memopt.plan import Machine
 from lightning_memopt.plan.rates import Link, MachineRates
 from lightning_memopt.session import times
 from lightning_memopt.session.at_rest import AtRest, Rests
+from lightning_memopt.session.judge.states import Running
 from lightning_memopt.session.observe import costs
 from lightning_memopt.session.times import Times
 
@@ -133,8 +134,9 @@ def trained(name: str, budget: int | str | None, link: Times) -> tuple[Any, list
 
 def moved_nbytes(session: Any) -> int:
     """Bytes that steps of a session have moved so far."""
-    transfers, at_rest = session.transfers(), session._at_rest.moved_nbytes  # None where no saved tensor moves
-    return int(at_rest if transfers is None else transfers.moved_nbytes)
+    state = session._plan_cache.main
+    depot = state.depot if isinstance(state, Running) else None
+    return int(session._at_rest.moved_nbytes + (0 if depot is None else depot.moved_nbytes))
 
 
 class Watched:

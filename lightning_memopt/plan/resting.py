@@ -140,6 +140,17 @@ def _hidden(step: Graph) -> Mapping[Key, float]:
     return hidden
 
 
+def _surely_waits(step: Graph) -> float:
+    """For how many seconds the step waits, whatever is rebuilt: for copies that begin and end between two points that follow
+    each other. Those of both directions run at the same time.
+    """
+    lanes = defaultdict[tuple[int, str], float](float)
+    for copy in step.copies:
+        if copy.before == copy.after + 1:
+            lanes[copy.after, copy.lane] += copy.seconds
+    return sum(max(lanes.get((point, lane), 0.0) for lane in ("in", "out")) for point in {point for point, _ in lanes})
+
+
 def with_rest(plan: Plan, graph: Graph, rests: Rests) -> Plan:
     """This plan of a step in which this is parked, with what the copies cost. `graph`: of the step."""
     if not rests:
@@ -149,9 +160,7 @@ def with_rest(plan: Plan, graph: Graph, rests: Rests) -> Plan:
     moved_nbytes = sum(2 * state.nbytes for state in rests.parked_states)
     moved_nbytes += sum(unit.moved_nbytes for unit in rests.parked_weights)
     seconds, alone = rests.seconds, sum(waits(step))
-    # whatever is rebuilt, the step waits for all of these
-    alone_for = sum(copy.seconds for copy in step.copies if copy.before == copy.after + 1)
-    bound = max(plan.lower_bound_seconds + alone_for, alone) + seconds - alone
+    bound = max(plan.lower_bound_seconds + _surely_waits(step), alone) + seconds - alone
     seconds += stall_seconds(step, lower(step, plan.lives)) - alone
     predicted = plan.predicted
     return replace(

@@ -212,7 +212,7 @@ class _Backward(NamedTuple):
         unit_of_path = {unit.path: unit for unit in units}
 
         def needs() -> Iterator[tuple[int, bool, Unit]]:
-            """(point, whether weights are read there, unit)."""
+            """(point, whether weights are read or written there, unit)."""
             for save in graph.saves:
                 unit = next((unit_of_path[path] for path in _paths(graph, save.op) if path in unit_of_path), None)
                 if unit is not None:
@@ -220,6 +220,12 @@ class _Backward(NamedTuple):
             for op in graph.ops[len(graph.forward) :]:
                 if op.phase == "backward":
                     yield from ((op.at, True, unit_of_weight[t]) for t in op.inputs if t in unit_of_weight)
+            for update in graph.updates:  # the weight comes before the node that makes its gradient
+                unit = unit_of_weight.get(update.parameter)
+                gradient = graph.gradients.get(graph.tensors[update.parameter].name)
+                if unit is not None and gradient is not None:
+                    made_at, accumulated_at = graph.tensors[gradient[0]].born_at, gradient[1]
+                    yield accumulated_at if made_at == BEFORE else made_at, True, unit
 
         found = cls([], set())
         came = set[str]()

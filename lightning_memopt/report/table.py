@@ -31,7 +31,7 @@ def parked_text(plan: Plan, transfers: Transfers | None) -> str:
         stall = f"{1e3 * waited / transfers.timed:.1f} ms"
         overlap = f"{100 * max(0.0, 1 - waited / copied):.0f} %" if copied else overlap
         codecs = f"{1e3 * transfers.coded_seconds / transfers.timed:.1f} ms"
-    parts = [forms]
+    parts = [forms] if forms else []
     if predicted.moved_nbytes:
         parts += [
             f"moved {moved} a step, both ways (predicted {format_nbytes(predicted.moved_nbytes)}), "
@@ -143,7 +143,7 @@ def summary(status: RunStatus, meter: Meter | None = None, transfers: Transfers 
     table.add_row(
         "ops run again", f"{plan.predicted.rebuilt_ops}, {format_nbytes(plan.predicted.rebuilt_nbytes)} rebuilt a step"
     )
-    if plan.parks:
+    if plan.parks or plan.in_tiers:
         table.add_row("parked", parked_text(plan, transfers))
     if plan.in_tiers:
         table.add_row("taken there", tiers_text(plan))

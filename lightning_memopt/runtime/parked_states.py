@@ -50,7 +50,7 @@ from lightning_memopt.runtime.state_dicts import ParkedState
 from lightning_memopt.runtime.tiers import Stored
 from lightning_memopt.runtime.tiers.shelf import unobserved
 from lightning_memopt.runtime.tiers.streams import empty_storage, wait_on_host
-from lightning_memopt.torch_private import queue_callback
+from lightning_memopt.torch_private import gradient_of, queue_callback
 
 
 def is_any_parked() -> bool:
@@ -250,7 +250,8 @@ class ParkedStates:
             for chunk, following in zip(chunks, [*chunks[1:], None], strict=True):
                 if following is not None and following.comes_ahead:
                     for p in filter(self.has, following.params):
-                        self._begin(p)
+                        if gradient_of(p) is not None:  # else it was updated early
+                            self._begin(p)
                 with contextlib.ExitStack() as there:
                     if weights is not None:
                         there.enter_context(weights.there(chunk.params))

@@ -44,6 +44,7 @@ from lightning_memopt.runtime.tiers.streams import OwnStreams, marked, queued_on
 from lightning_memopt.runtime.weight_memory import WeightMemory
 from lightning_memopt.torch_private import (
     backward_task,
+    gradient_of,
     has_hooks,
     queue_callback,
     tree_leaves,
@@ -58,11 +59,13 @@ class _Unit:
 
     device: the device of all of them.
     calls: how many calls of the module are running.
+    in_backward: whether they come for backward, too: else nothing reads or writes them there.
     next: for the forward and for backward, the unit that is copied ahead while this one computes.
     """
 
     def __init__(self, module: nn.Module, weights: Sequence[torch.Tensor], shelf: Shelf, native: Any) -> None:
         self.calls = 0
+        self.in_backward = True
         self.device = weights[0].device
         self.next: dict[Direction, _Unit] = {}
         self._streams = backend_of(self.device).streams
@@ -242,8 +245,11 @@ class ParkedWeights:
         self._see_trained()
         for unit in self._units.values():
             unit.next = {}
+            unit.in_backward = True
         for parking in weights:
             following = self._units.get(parking.module)
+            if following is not None:
+                following.in_backward = len(parking.beside) > 1
             for direction, path in zip(_DIRECTIONS, parking.beside, strict=False):
                 before = self._units.get(path)
                 if following is not None and before is not None and copies_overlap(following.device):
@@ -309,10 +315,10 @@ class ParkedWeights:
 
     @contextlib.contextmanager
     def there(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Within, these parameters are on the device, and are updated. Where there is no room for one, it is updated where it
-        is.
+        """Within, those of these parameters that have a gradient are on the device, and are updated. Where there is no room for
+        one, it is updated where it is.
         """
-        weights = [self._trained[id(p)] for p in parameters if id(p) in self._trained]
+        weights = [self._trained[id(p)] for p in parameters if id(p) in self._trained and gradient_of(p) is not None]
         with self._lock, below_autograd(), unwatched(), contextlib.suppress(torch.OutOfMemoryError):
             for weight in weights:
                 self.moved_nbytes += weight.nbytes if weight.is_away else 0
@@ -363,7 +369,7 @@ class ParkedWeights:
     # -- a unit runs ---------------------------------------------------------------------------------
 
     def _called(self, unit: _Unit, original: Any, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-        given = _nodes_of((args, kwargs)) if torch.is_grad_enabled() else None
+        given = _nodes_of((args, kwargs)) if unit.in_backward and torch.is_grad_enabled() else None
         self._begins(unit)
         try:
             out = original(*args, **kwargs)

@@ -130,6 +130,7 @@ class AtRest(Part):
     """What a session parks of what rests.
 
     states, weights: the parts that move it.
+    steps, planned_nbytes: the steps of the plans in force so far, and the bytes that they moved, out and back.
     """
 
     def __init__(
@@ -154,6 +155,8 @@ class AtRest(Part):
         self._offloading = offloading
         self._observed: tuple[StateParking, ...] = ()
         self._before: list[Plan] = []  # of the last step
+        self._moved_nbytes = 0  # until it ended
+        self.steps = self.planned_nbytes = 0
         if offloading.tier:
             parts.add(self)
 
@@ -184,7 +187,14 @@ class AtRest(Part):
             self.states.put(self._observed, self.weights.parked)
 
     def step_ended(self, planned: Sequence[object]) -> None:
-        self._before = [state.plan for state in planned if isinstance(state, Running)]
+        before, self._before = self._before, [state.plan for state in planned if isinstance(state, Running)]
+        moved_nbytes = self.moved_nbytes
+        if [*map(id, before)] != [*map(id, self._before)]:  # this step has also moved what the ones before had elsewhere
+            self.steps = self.planned_nbytes = 0
+        elif self._before:
+            self.steps += 1
+            self.planned_nbytes += moved_nbytes - self._moved_nbytes
+        self._moved_nbytes = moved_nbytes
 
     def between_steps(self, state: object) -> None:
         if isinstance(state, Running):

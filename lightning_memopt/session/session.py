@@ -302,7 +302,7 @@ class Session:
 
     def transfers(self) -> Transfers | None:
         """The transfers of the plan in force so far; None where it moves nothing. Waits for copies on a device to end."""
-        return transfers_of(self._plan_cache.main, self._at_rest.moved_nbytes)
+        return transfers_of(self._plan_cache.main, self._at_rest)
 
     @property
     def plan(self) -> Plan | None:

@@ -10,6 +10,7 @@ from lightning_memopt.plan import Plan, regions_text
 from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.runtime.pool import PoolStatus
+from lightning_memopt.session.at_rest import AtRest
 from lightning_memopt.session.cache.plan_cache import PlanCache
 from lightning_memopt.session.judge.states import Running, State
 from lightning_memopt.session.measure.peak_meter import Metering
@@ -29,8 +30,8 @@ class Transfers:
     """Tensors that were parked and fetched under a plan, as counted and timed so far.
 
     Args:
-        forwards: planned forwards with their backward.
-        moved_nbytes: bytes copied, both ways, in all of them.
+        forwards: planned forwards with their backward; steps, if the plan parks only what rests.
+        moved_nbytes: bytes copied, both ways, in all of them. What rests counts by its mean over the plan's steps.
         timed: how many of these forwards had their copies and codecs timed.
         copied_seconds: seconds of copies, in the timed forwards.
         waited_seconds: seconds that steps waited for copies, in the timed forwards.
@@ -51,12 +52,15 @@ class Transfers:
         return cls(depot.forwards, depot.moved_nbytes, depot.timed, *times)
 
 
-def transfers_of(state: State | None, state_nbytes: int) -> Transfers | None:
-    """The transfers of the plan in force; None where it parks nothing. Waits as `Transfers.of` does. `state_nbytes`: bytes of
-    optimizer state that were moved.
-    """
-    found = Transfers.of(state.depot) if isinstance(state, Running) and state.depot is not None else None
-    return found if found is None else replace(found, moved_nbytes=found.moved_nbytes + state_nbytes)
+def transfers_of(state: State | None, at_rest: AtRest) -> Transfers | None:
+    """The transfers of the plan in force; None where it parks nothing. Waits as `Transfers.of` does."""
+    if not isinstance(state, Running) or not (state.plan.parks or state.plan.in_tiers):
+        return None
+    steps, rests_nbytes = at_rest.steps, at_rest.planned_nbytes
+    if state.depot is None:
+        return Transfers(steps, rests_nbytes, 0, 0.0, 0.0, 0.0)
+    found = Transfers.of(state.depot)
+    return replace(found, moved_nbytes=found.moved_nbytes + rests_nbytes * found.forwards // max(1, steps))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -137,7 +137,7 @@ def _cards(record: RunRecord, budget: Cell) -> tuple[Card, ...]:
 def _parked(record: RunRecord) -> list[tuple[str, Cell, str]]:
     plan, moved = record.plan, record.transfers
     assert plan is not None
-    if not plan.parks:
+    if not plan.parks and not plan.in_tiers:
         return []
     p = plan.predicted
     rows = [("moved by copies a step", size(p.moved_nbytes), "predicted"), ("stall a step", ms(p.stall_seconds), "predicted")]
