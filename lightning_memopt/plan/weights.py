@@ -1,8 +1,8 @@
 """How a step changes whose weights are parked in a tier, and are on the device only while their module runs.
 
 A *unit* is a module whose weights come and go together: a block of a transformer. They come when it is called, and go when the
-call is over. In backward, they come before the first node of the unit, and go when those of another unit come, or when backward
-is over. So in the graph such a weight is a tensor with windows.
+call is over. If backward reads or updates them, they come before the first node of the unit, and go when those of another unit
+come, or when backward is over. So in the graph such a weight is a tensor with windows.
 
 Frozen weights go without a copy: the tier has them. Those that are trained are copied out once a step. An early update writes
 them on the device, before they go. For the update after backward, they come once more, a chunk of parameters at a time
