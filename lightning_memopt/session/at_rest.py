@@ -274,7 +274,11 @@ class AtRest(Part):
         ahead = self._ahead(graph, rests) if tries[-1].seconds > most else None
         if ahead is not None:
             tries.append(tried(ahead))
-        return min(tries, key=lambda each: (each.seconds > most, each.nbytes))
+        smallest = min(tries, key=lambda each: (each.seconds > most, each.nbytes))
+        if smallest.solved is None:
+            return smallest
+        overlap = copies_overlap(self._offloading.device)
+        return smallest.bounded(_least_seconds(graph, rests, overlap, smallest.solved.plan.budget_nbytes))
 
     def _within(
         self, graph: Graph, rests: Rests, limit_nbytes: int, whole: list[_Try], tried: Callable[[Rests], _Try]
