@@ -32,6 +32,9 @@ from tests.cpu.lib.times import Known, given
 
 WIDTH, DEPTH = 192, 6
 WEIGHT_NBYTES = 4 * WIDTH * WIDTH
+FREE = Prediction(peak_nbytes=0, extra_seconds=0.0, extra_flops=0, rebuilt_nbytes=0, rebuilt_ops=0)
+PLAN = Plan(fingerprint="", lives=(), solver="", budget_nbytes=0, predicted=FREE, unmodified_peak_nbytes=0)
+"""It changes nothing."""
 
 
 @pytest.fixture(autouse=True)
@@ -208,17 +211,25 @@ def test_copies_run_beside_what_is_rebuilt() -> None:
     assert sum(waits(graph)) == 1.0 + 3.0 and stall_seconds(graph, again) == 3.0
 
 
+def test_copies_in_both_directions_at_one_point_are_waited_for_together() -> None:
+    """So the bound has the longer of the two, and is not above the price of the plan."""
+    graph = step([9.0], False)
+    _, point = graph.gradients["p0"]
+    weights = Copy(what="weights", tensor=1, lane="in", after=point, before=point + 1, seconds=2.0)
+    rests = Rests(tuple(states_of([(3.0, 0.0)], "gradient")))
+    plan = with_rest(PLAN, rests.in_step(replace(graph, copies=(weights,)), []), rests)
+    assert plan.lower_bound_seconds == plan.predicted.stall_seconds == 3.0
+
+
 def test_a_late_neighbour_costs_what_it_hid() -> None:
     """In a plan that updates a parameter late, the step waits for its state, and for the copies that ran beside its update."""
     graph = step([9.0] * 3, True)
     rests = Rests(tuple(states_of([(1.0, 2.0)] * 3, "state")), ahead=True).priced(graph, [])
     assert [state.parking.seconds for state in rests.states] == [2.0, 0.0, 1.0]
     graph = rests.in_step(graph, [])
-    free = Prediction(peak_nbytes=0, extra_seconds=0.0, extra_flops=0, rebuilt_nbytes=0, rebuilt_ops=0)
-    plan = Plan(fingerprint="", lives=(), solver="", budget_nbytes=0, predicted=free, unmodified_peak_nbytes=0)
-    whole = with_rest(replace(plan, updates=(0, 1, 2)), graph, rests)
+    whole = with_rest(replace(PLAN, updates=(0, 1, 2)), graph, rests)
     assert whole.predicted.stall_seconds == whole.lower_bound_seconds == 3.0
-    some = with_rest(replace(plan, updates=(0, 2)), graph, rests)
+    some = with_rest(replace(PLAN, updates=(0, 2)), graph, rests)
     assert [state.seconds for state in some.states] == [3.0, 3.0, 3.0]
     assert some.predicted.stall_seconds == some.lower_bound_seconds == 9.0
 
