@@ -205,8 +205,9 @@ class _Backward(NamedTuple):
 
     @classmethod
     def of(cls, graph: Graph, units: Sequence[Unit]) -> _Backward:
-        """A unit comes before the first node that it has made. That a later node of it runs brings nothing back: modules within
-        it may be units of their own, and what an op has made may be saved only when the next module runs.
+        """A unit whose weights backward reads or writes comes before the first node that it has made. That a later node of it
+        runs brings nothing back: modules within it may be units of their own, and what an op has made may be saved only when
+        the next module runs.
         """
         unit_of_weight = {t: unit for unit in units for t in unit.weights}
         unit_of_path = {unit.path: unit for unit in units}
@@ -230,7 +231,11 @@ class _Backward(NamedTuple):
         found = cls([], set())
         came = set[str]()
         now = ""
-        for point, are_read, unit in sorted(needs(), key=itemgetter(0, 1)):
+        in_order = sorted(needs(), key=itemgetter(0, 1))
+        wanted = {unit.path for _, are_read, unit in in_order if are_read}
+        for point, are_read, unit in in_order:
+            if unit.path not in wanted:
+                continue
             if unit.path not in came:
                 came.add(unit.path)
                 found.runs.append((point, unit))

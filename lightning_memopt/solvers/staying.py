@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import BEFORE, Graph, Tensor
-from lightning_memopt.plan import Plan, simulate, updated
+from lightning_memopt.plan import LoweringError, Plan, simulate, updated
 from lightning_memopt.plan.resting import Rests
 from lightning_memopt.plan.states import PARKED_STATE, Chunks, StateOf
 from lightning_memopt.plan.weights import UnitOf
@@ -33,11 +33,11 @@ Span = tuple[int, int]
 
 
 def staying(
-    graph: Graph, plan: Plan, parked: Sequence[StateOf | UnitOf], chunks: Chunks, limit_nbytes: int
+    graph: Graph, plan: Plan, parked: Sequence[StateOf | UnitOf], chunks: Chunks, limit_nbytes: int, weights: bool = True
 ) -> list[StateOf | UnitOf]:
     """Of `parked`, what stays: what costs most seconds for the bytes that it takes comes first, or for these bytes and the
     points at which it takes them, whichever saves more. `graph`, `plan`: with all of it parked. `chunks`: those of the update
-    then. `limit_nbytes`: of tensors and workspaces.
+    then. `limit_nbytes`: of tensors and workspaces. `weights`: whether weights may stay.
     """
     step = updated(graph, plan.updates)
     room = limit_nbytes - np.array(simulate(step, plan.lives).nbytes, dtype=np.int64)
@@ -47,9 +47,13 @@ def staying(
     points = [max(1, sum(last - first + 1 for first, last in own)) for own in spans]
     by_points = [price / count for price, count in zip(by_bytes, points, strict=True)]
     usual = [] if graph.updates else [t for t in graph.tensors if t.name == PARKED_STATE and t.nbytes]
-    tries = [
-        _filled(room.copy(), parked, spans, _Updates(graph, usual, chunks, parked), each) for each in (by_bytes, by_points)
-    ]
+    may_stay = [place for place, each in enumerate(parked) if weights or not isinstance(each, UnitOf)]
+
+    def filled(prices: Sequence[float]) -> list[int]:
+        places = sorted(may_stay, key=lambda place: -prices[place])
+        return _filled(room.copy(), parked, spans, _Updates(graph, usual, chunks, parked), places)
+
+    tries = [filled(by_bytes), filled(by_points)]
     best = max(tries, key=lambda found: sum(parked[place].parking.seconds for place in found))
     return [parked[place] for place in best]
 
@@ -59,23 +63,29 @@ def least_parked(
 ) -> tuple[Rests, Plan] | None:
     """What to park for the fastest step within the limit, and a plan for it that is known; None: everything. `frontier`: of the
     step in which everything is parked. `chunks`: those of the update then. `needed_nbytes`: bytes that a plan needs where only
-    some is parked; the chunks of the update are others then. If that is more, the choice is made again with less room.
+    some is parked; the chunks of the update are others then. If that is more, the choice is made again with less room. It
+    raises LoweringError where the plan cannot run then, because it rebuilds from a weight that is elsewhere.
     """
     room = limit_nbytes
+    weights = True
     for _ in range(_TRIES):
-        some, plan = _fastest(frontier, rests, chunks, room)
+        some, plan = _fastest(frontier, rests, chunks, room, weights)
         if plan is None or len(some) == len(rests):
             return None
-        above = needed_nbytes(some, plan) - limit_nbytes
+        try:
+            above = needed_nbytes(some, plan) - limit_nbytes
+        except LoweringError:  # a weight whose copy began beside another module's computing now comes later
+            weights = False
+            continue
         if above <= 0:
             return some, plan
         room -= above
     return None
 
 
-def _fastest(frontier: Frontier, rests: Rests, chunks: Chunks, limit_nbytes: int) -> tuple[Rests, Plan | None]:
+def _fastest(frontier: Frontier, rests: Rests, chunks: Chunks, limit_nbytes: int, weights: bool) -> tuple[Rests, Plan | None]:
     """What to park beside each of a few plans, whichever is fastest: what has room stays, however little that is. Where that
-    room is needed for a short time only, what is not there at that time stays.
+    room is needed for a short time only, what is not there at that time stays. `weights`: whether they may stay.
     """
     everything = rests.by_price()
     nbytes = sum(each.parking.nbytes for each in everything)
@@ -86,7 +96,7 @@ def _fastest(frontier: Frontier, rests: Rests, chunks: Chunks, limit_nbytes: int
             plan = frontier.known_plan(limit_nbytes - nbytes * share // SHARES)
             # an allocator's reserve, and bytes that are not known
             beside_nbytes = max(0, plan.predicted.needed_nbytes - plan.predicted.peak_nbytes) + UNSEEN_NBYTES
-            stays = staying(frontier.graph, plan, everything, chunks, limit_nbytes - beside_nbytes)
+            stays = staying(frontier.graph, plan, everything, chunks, limit_nbytes - beside_nbytes, weights)
             seconds = plan.predicted.seconds - sum(each.parking.seconds for each in stays)  # the plan has all copies
             if seconds < best:
                 best = seconds
@@ -157,13 +167,14 @@ def _filled(
     parked: Sequence[StateOf | UnitOf],
     spans: Sequence[list[Span]],
     updates: _Updates,
-    prices: Sequence[float],
+    places: Sequence[int],
 ) -> list[int]:
-    """Places of what stays, the dearest first, as far as there is room. `room`: bytes at each point."""
+    """Places of what stays. `room`: bytes at each point. `places`: of what may stay, the first come first."""
     found: list[int] = []
-    places, again = sorted(range(len(parked)), key=lambda place: -prices[place]), True
+    again = True
     while again:
-        left, again = [], False
+        left: list[int] = []
+        again = False
         for place in places:
             each = parked[place]
             less = updates.without(each)

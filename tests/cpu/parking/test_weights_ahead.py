@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_memopt.native.engine import loaded
-from lightning_memopt.plan import WeightParking, lower
+from lightning_memopt.plan import LoweringError, WeightParking, lower
 from lightning_memopt.plan.files import read_plan, write_plan
 from lightning_memopt.plan.validate import validate
 from lightning_memopt.runtime import install_native, parked_weights
@@ -209,3 +209,23 @@ def test_a_plan_copies_ahead_where_there_is_room(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     write_plan(path, roomy.status.plan, roomy.graph)
     assert read_plan(path)[0].weights == roomy.status.plan.weights
+
+
+def test_a_plan_may_rebuild_from_a_weight_that_comes_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the module before its own stays, the copy begins later, and the plan cannot run: so no weight stays."""
+    plain = Trained(None, steps=4, model=deep())
+    tight = Trained("min", steps=4, model=deep())
+    refused: list[int] = []
+    simulate = at_rest.simulate
+
+    def refuses_once(*args: Any, **kwargs: Any) -> Any:
+        if not refused:
+            refused.append(len(args))
+            raise LoweringError("a weight is not in memory")
+        return simulate(*args, **kwargs)
+
+    monkeypatch.setattr(at_rest, "simulate", refuses_once)
+    roomy = Trained(tight.status.plan.budget_nbytes + MIB, steps=4, model=deep())
+    assert refused and roomy.is_as(plain) and roomy.status.phase == "planned"
+    assert roomy.status.measured_peak_nbytes <= roomy.status.plan.budget_nbytes
+    assert len(roomy.status.plan.weights) == len(tight.status.plan.weights)
