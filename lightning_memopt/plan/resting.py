@@ -110,10 +110,8 @@ class Rests:
         less = {key: here.get(key, 0.0) - seconds for key, seconds in before.items()}
         may, does = {update.parameter for update in graph.updates}, set(plan.updates)
 
-        def updated(each: UnitOf) -> UnitOf:
-            return each.made_late() if each.unit.is_late(does) and not each.unit.is_late(may) else each
-
-        return replace(self, states=tuple(states), units=tuple(map(updated, self.units)))._with_less(graph, less)
+        units = (each.made_late(lambda t: t in may and t not in does) for each in self.units)
+        return replace(self, states=tuple(states), units=tuple(units))._with_less(graph, less)
 
     def _with_less(self, graph: Graph, less: Mapping[Key, float]) -> Rests:
         """A step waits for so much less for these copies."""

@@ -15,7 +15,7 @@ computes. Then two units are on the device at once, and the step waits only for 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -42,10 +42,6 @@ class Unit:
     weights: tuple[int, ...]
     trained: tuple[int, ...] = ()
 
-    def is_late(self, early: Container[int]) -> bool:
-        """Whether any of its weights is updated after backward. `early`: the parameters that are not."""
-        return any(t not in early for t in self.trained)
-
 
 @dataclass(frozen=True)
 class UnitOf:
@@ -53,24 +49,27 @@ class UnitOf:
 
     parking: what is parked, and what that costs.
     unit: the same in the graph.
-    trained_nbytes: bytes of those that are trained.
+    updated: each weight that the step updates, and its bytes.
     back_seconds: how long it takes to copy all of them to the device once.
-    out_seconds: how long it takes to copy those out that are trained.
+    out_seconds: how long it takes to copy those out that are updated.
     late_seconds: how long it takes to copy these to the device once more, for an update after backward.
     """
 
     parking: WeightParking
     unit: Unit
-    trained_nbytes: int = 0
+    updated: tuple[tuple[int, int], ...] = ()
     back_seconds: float = 0.0
     out_seconds: float = 0.0
     late_seconds: float = 0.0
 
-    def made_late(self) -> UnitOf:
-        """The same where weights that were to be updated early are updated after backward."""
-        parking, more = self.parking, self.late_seconds
+    def made_late(self, late: Callable[[int], bool]) -> UnitOf:
+        """The same where those weights are updated after backward that are `late`, and were not before."""
+        nbytes = sum(n for t, n in self.updated if late(t))
+        if not nbytes:
+            return self
+        parking, more = self.parking, self.late_seconds * nbytes / sum(n for _, n in self.updated)
         copy_seconds, seconds = parking.copy_seconds + more, parking.seconds + more
-        moved_nbytes = parking.moved_nbytes + self.trained_nbytes
+        moved_nbytes = parking.moved_nbytes + nbytes
         return replace(self, parking=replace(parking, copy_seconds=copy_seconds, seconds=seconds, moved_nbytes=moved_nbytes))
 
 
@@ -137,8 +136,8 @@ def fetches_of(graph: Graph, units: Sequence[Unit], ahead: bool) -> dict[str, tu
     """
     first_ops = sorted((graph.unbroken[unit.path], unit.path) for unit in units)
     forward = [(path, graph.ops[first].at, graph.ops[end - 1].at) for (first, end), path in first_ops]
-    over = max((op.at for op in graph.ops if op.phase == "backward"), default=BEFORE)
     runs = [(unit.path, point) for point, unit in _Backward.of(graph, units).runs]
+    over = _backward_ends(graph, runs[-1][1] if runs else BEFORE)
     ends = [point - 1 for _, point in runs[1:]] + [over]
     backward = [(path, point, end) for (path, point), end in zip(runs, ends, strict=False)]  # there may be no run
     fetches: dict[str, tuple[Fetch, ...]] = {unit.path: () for unit in units}
@@ -151,18 +150,28 @@ def fetches_of(graph: Graph, units: Sequence[Unit], ahead: bool) -> dict[str, tu
     return fetches
 
 
+def _backward_ends(graph: Graph, since: int) -> int:
+    """The last point of a backward that runs at this point. Ops between the steps of two optimizers are none of it."""
+    early = {op.id for update in graph.updates for op in graph.ops_of(update.at)}
+    usual = (run[0].at for run in graph.runs_of_updates if run[-1].id not in early)
+    until = min((point for point in usual if point > since), default=len(graph.points))
+    return max((op.at for op in graph.ops if op.phase == "backward" and op.at < until), default=BEFORE)
+
+
 def all_of(graph: Graph, units: Sequence[Unit], tier: str, rates: TransferRates | None) -> list[UnitOf]:
     """These units, parked in this tier, if the step waits for all of each copy. `rates`: None: copies take no time."""
     found = []
     fetches, early = fetches_of(graph, units, ahead=False), {update.parameter for update in graph.updates}
+    updated = _updated(graph)
     for unit in units:
         nbytes = sum(graph.tensors[t].nbytes for t in unit.weights)
-        trained_nbytes = sum(graph.tensors[t].nbytes for t in unit.trained)
+        own = tuple((t, graph.tensors[t].nbytes) for t in unit.trained if t in updated)
+        updated_nbytes = sum(n for _, n in own)
         back = out = late = 0.0
         if rates is not None:
             back = rates.in_seconds(tier, nbytes)
-            if trained_nbytes:
-                out, late = rates.out_seconds(tier, trained_nbytes), rates.in_seconds(tier, trained_nbytes)
+            if own:
+                out, late = rates.out_seconds(tier, updated_nbytes), rates.in_seconds(tier, updated_nbytes)
         times = len(fetches[unit.path])
         seconds = times * back + out
         parking = WeightParking(
@@ -173,11 +182,16 @@ def all_of(graph: Graph, units: Sequence[Unit], tier: str, rates: TransferRates 
             copy_seconds=seconds,
             seconds=seconds,
             tier_nbytes=sum(round_up(graph.tensors[t].nbytes, PAGE_NBYTES) for t in unit.weights),
-            moved_nbytes=times * nbytes + trained_nbytes,
+            moved_nbytes=times * nbytes + updated_nbytes,
         )
-        each = UnitOf(parking, unit, trained_nbytes, back, out, late)
-        found.append(each.made_late() if unit.is_late(early) else each)
+        found.append(UnitOf(parking, unit, own, back, out, late).made_late(lambda t: t not in early))
     return found
+
+
+def _updated(graph: Graph) -> set[int]:
+    """The tensors that the step updates: what has a gradient, or an update reads."""
+    read = {t for op in graph.ops if op.phase == "update" for t in op.inputs}
+    return read | {t.id for t in graph.tensors if t.name in graph.gradients} | {update.parameter for update in graph.updates}
 
 
 def in_turn(graph: Graph, units: Sequence[UnitOf], ahead: bool) -> list[UnitOf]:

@@ -24,6 +24,7 @@ def register_optimizer(kind: type[torch.optim.Optimizer]) -> None:
     - goes through `self.param_groups` in one `for` loop of its own, and updates the parameters of a group in any order;
     - reads, for a parameter, its weight, its gradient, `self.state[p]`, and options of its group, and no other parameter;
     - writes to the weight and to `self.state[p]`, and to nothing else: no counter in the group or in the optimizer;
+    - leaves a parameter without a gradient as it is, its state too: one that was updated in backward has none any more;
     - draws no random numbers, because parameters are updated in another order in backward;
     - keeps no temporary tensor from one parameter to the next (let a function update one parameter).
 

@@ -63,8 +63,8 @@ class _Try:
     lines: tuple[str, ...]
 
     @classmethod
-    def of(cls, solve: Solve, graph: Graph, rests: Rests, say: Say, unmodified_nbytes: int = 0) -> _Try:
-        """`unmodified_nbytes`: the peak of the step with nothing parked. `say`: tells the user what takes time."""
+    def of(cls, solve: Solve, graph: Graph, rests: Rests, say: Say, whole: Graph | None = None) -> _Try:
+        """`whole`: the step with nothing parked, if this is another one. `say`: tells the user what takes time."""
         lines: list[str] = []
 
         def later(line: str) -> None:
@@ -76,9 +76,10 @@ class _Try:
             smallest, budget, tiers = error.smallest_nbytes, error.budget_nbytes, error.tiers
             refusal = InfeasibleError(str(error), smallest_nbytes=smallest, budget_nbytes=budget, tiers=tiers)
             return cls(rests, None, refusal, tuple(lines))
-        if rests:
+        if rests and whole is not None:
+            unmodified_nbytes = max(unmodified_levels(whole), default=0)
             plan = replace(with_rest(solved.plan, graph, rests), unmodified_peak_nbytes=unmodified_nbytes)
-            frontier = replace(solved.frontier, rests=rests, unmodified_peak_nbytes=unmodified_nbytes)
+            frontier = replace(solved.frontier, rests=rests, whole=whole, unmodified_peak_nbytes=unmodified_nbytes)
             solved = solved._replace(plan=plan, frontier=frontier)
         return cls(rests, solved, None, tuple(lines))
 
@@ -263,9 +264,8 @@ class AtRest(Part):
 
     def _tried(self, solve: Solve, say: Say, graph: Graph, rests: Rests) -> _Try:
         """What was solved for the step of this graph with this parked."""
-        unmodified_nbytes = max(unmodified_levels(graph), default=0)
         with self._offloading.beside(rests.tier_nbytes):
-            return _Try.of(solve, self._in_step(graph, rests), rests, say, unmodified_nbytes)
+            return _Try.of(solve, self._in_step(graph, rests), rests, say, graph)
 
     def _smallest_of(self, graph: Graph, rests: Rests, whole: _Try, tried: Callable[[Rests], _Try]) -> _Try:
         """The smallest step that is fast enough. `whole`: with nothing parked."""

@@ -84,6 +84,7 @@ class Frontier:
     regions: what was decided for the step's compiled regions. It is part of each of these plans.
     tiles: the loss heads that run in tiles in the observed step, and so under each of these plans.
     rests: what rests and is parked in the step of this graph, and so under each of these plans.
+    whole: the step as it was observed, with nothing of that parked; None where `graph` is that step.
     tier_limits: the most bytes of each tier that a plan with all that is parked may take, with their names.
     others: plans made for the step without early updates, if early updates take time. They may need fewer early updates.
     cut_off: whether time ran out before the plans for few bytes were made. If so, smaller plans may exist.
@@ -103,6 +104,7 @@ class Frontier:
     regions: tuple[RegionPlan, ...] = ()
     tiles: tuple[TiledHead, ...] = ()
     rests: Rests = field(default_factory=Rests)
+    whole: Graph | None = None
     tier_limits: tuple[tuple[str, int], ...] = ()
 
     @cached_property

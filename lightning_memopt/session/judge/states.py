@@ -325,7 +325,7 @@ class Running:
     def _outgrown(self) -> Observing:
         """The state that observes a step which takes more than predicted: the next plan is to serve it, too."""
         assert self.frontier is not None
-        kept = (self.frontier.graph,)
+        kept = (self.frontier.whole or self.frontier.graph,)  # steps are observed with nothing parked
         return Observing(1, again=self.past.again + 1, kept=kept, outgrown=self.past.outgrown, before=self)
 
     @property

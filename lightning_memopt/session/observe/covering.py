@@ -2,7 +2,8 @@
 
 A plan is made of one graph, and must serve the other steps, too. The bytes of a step have two parts. What the ops of the
 forward make is the same in all steps, and plans move it. Everything else (gradients, statistics, what the loop holds) no plan
-moves. So a step that takes more is covered if the second part is, at each point of the graph, the largest of all steps.
+moves. So a step that takes more is covered if the second part is, at each point of the graph, the largest of all steps. Of
+gradients that are parked, the last step in which autograd has accumulated one says when it may leave.
 
 Steps are aligned by the ops of their forwards, and by what autograd asks for and lets go of: the events of a plan. Where a
 step runs ops that the graph does not have, between two events, there is a *place*. In backward, a place becomes an op without
@@ -177,12 +178,15 @@ class _Covering:
             for save in graph.saves
         )
         asked = {ids[op]: requests for op, requests in graph.asked.items()}
+        accumulated = {name: self.place[at] for name, (_, at) in self._other.gradients.items()}
+        gradients = {name: (t, moved(max(2 * at, accumulated.get(name, 0)))) for name, (t, at) in graph.gradients.items()}
         return dataclasses.replace(
             graph,
             ops=tuple(ops),
             tensors=tuple(tensors),
             saves=saves,
             points=tuple(points),
+            gradients=gradients,
             asked=asked,
             updates=updates,
         )

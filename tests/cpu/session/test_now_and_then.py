@@ -108,6 +108,22 @@ def test_every_plan_predicts_the_most_of_all_steps(seed: int) -> None:
         assert plan.predicted.peak_nbytes == max(peaks), (peaks, plan.solver)
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_a_gradient_leaves_when_the_last_of_all_steps_has_it(later: bool) -> None:
+    """Where autograd accumulates it, after the work that another step does before. `later`: that step accumulates it later."""
+    graph = training_step(random_steps(random.Random(0), 12))
+    first, *_, last = (op for op in graph.ops if op.phase == "backward" and op.outputs)
+    graph = dataclasses.replace(graph, gradients={"weight": (first.outputs[0], first.at)})
+    more = with_work(graph, first.at, 4096)
+    at = (last if later else first).at + 1
+    more = dataclasses.replace(more, gradients={"weight": (first.outputs[0], at)})
+    covered = covering(graph, [graph, more])
+    ((_, point),) = covered.gradients.values()
+    op = covered.ops[covered.points[point].id]
+    assert len(covered.points) == len(graph.points) + 1 and op.at == point
+    assert op.outputs == (last if later else first).outputs
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_it_is_never_below_any_step(seed: int) -> None:
     """As above, where results of the model and of the work are held for a while: a bound, which may be above."""
