@@ -19,7 +19,6 @@ W4. A copy ahead begins after all work that was queued on the current stream, so
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import threading
 import weakref
@@ -39,6 +38,7 @@ from lightning_memopt.plan import WeightParking
 from lightning_memopt.record import beneath_calls, uncompiled, unwatched
 from lightning_memopt.record.backwards import after_failed_backwards
 from lightning_memopt.record.below import below_autograd
+from lightning_memopt.record.nodes import nodes_of
 from lightning_memopt.runtime.tiers.shelf import Shelf, on_shelf
 from lightning_memopt.runtime.tiers.streams import OwnStreams, marked, queued_on
 from lightning_memopt.runtime.weight_memory import WeightMemory
@@ -47,7 +47,6 @@ from lightning_memopt.torch_private import (
     gradient_of,
     has_hooks,
     queue_callback,
-    tree_leaves,
 )
 
 Direction = Literal["forward", "backward"]
@@ -198,6 +197,7 @@ class ParkedWeights:
         self._streams = OwnStreams()  # for copies ahead
         self._units: dict[str, _Unit] = {}
         self._trained: dict[int, WeightMemory] = {}  # by the identity of the parameter
+        self._forward: tuple[Callable[[], Callable[[], None] | None], int] = _none, 0
         self._forking: list[WeightMemory] = []
         self._listening = contextlib.ExitStack()
         weakref.finalize(self, self._listening.close).atexit = False
@@ -254,6 +254,12 @@ class ParkedWeights:
                 before = self._units.get(path)
                 if following is not None and before is not None and copies_overlap(following.device):
                     before.next[direction] = following
+
+    def forward_begins(self, pass_fences: Callable[[], None]) -> None:
+        """A planned forward begins in this thread. `pass_fences`: a method that drops at once what the forward drops before its
+        next op. Weights that come before that op take the room.
+        """
+        self._forward = weakref.WeakMethod(pass_fences), threading.get_ident()
 
     def home(self, paths: Iterable[str]) -> None:
         """The weights of these modules are on the device from now on, as without us. Raises torch.OutOfMemoryError where there
@@ -369,20 +375,23 @@ class ParkedWeights:
     # -- a unit runs ---------------------------------------------------------------------------------
 
     def _called(self, unit: _Unit, original: Any, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-        given = _nodes_of((args, kwargs)) if unit.in_backward and torch.is_grad_enabled() else None
+        given = nodes_of((args, kwargs)) if unit.in_backward and torch.is_grad_enabled() else None
         self._begins(unit)
         try:
             out = original(*args, **kwargs)
         finally:
             self._ends(unit)
         if given is not None:
-            self._before_backward(unit, _nodes_of(out) - given)
+            self._before_backward(unit, nodes_of(out) - given)
         return out
 
     @uncompiled
     def _begins(self, unit: _Unit) -> None:
         with self._lock:
             if backward_task() == -1:
+                pass_fences, thread = self._forward[0](), self._forward[1]
+                if pass_fences is not None and thread == threading.get_ident():
+                    pass_fences()
                 self._fetch(unit, "forward")
             else:  # a checkpoint runs the module again: its backward follows
                 self._backward_in(unit)
@@ -442,20 +451,8 @@ class ParkedWeights:
             self._fetch(unit, "backward")
 
 
-@uncompiled
-def _nodes_of(value: Any) -> set[Any]:
-    """The nodes of the tensors in what a module gets or returns: in pytrees and dataclasses."""
-    nodes = set()
-    seen = set[int]()
-    waiting = [value]
-    while waiting:
-        for leaf in tree_leaves(waiting.pop()):
-            if isinstance(leaf, torch.Tensor):
-                nodes.add(leaf.grad_fn)
-            elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) and id(leaf) not in seen:
-                seen.add(id(leaf))
-                waiting.append([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
-    return nodes - {None}
+def _none() -> None:
+    """No forward."""
 
 
 _living: weakref.WeakSet[ParkedWeights] = weakref.WeakSet()

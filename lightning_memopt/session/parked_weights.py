@@ -79,6 +79,11 @@ class WeightsAtRest(Part):
                 self._now = (), (), []
                 self._put(paths, weights)
 
+    def planned_forward_begins(self, pass_fences: Callable[[], None]) -> None:
+        """`pass_fences`: see `ParkedWeights.forward_begins`."""
+        if self.parked is not None:
+            self.parked.forward_begins(pass_fences)
+
     def put(self, weights: tuple[WeightParking, ...]) -> None:
         """These weights are parked from now on, and no others."""
         self._put(tuple(unit.module for unit in weights), weights)

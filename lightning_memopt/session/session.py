@@ -97,9 +97,8 @@ class Session:
         self.foresight, self.silence = Foresight(self.optimizers, self._foreseen), Silence(config.profile_steps)
         self._offloading = self._parts.add(Offloading(self.device, config))
         regions = () if self.given is None else self.given[0].regions
-        self._compiled = self._parts.add(
-            CompiledRegions(model, config, self.budget_nbytes, self.enabled, self._agreement, regions)
-        )
+        compiled = CompiledRegions(model, config, self.budget_nbytes, self.enabled, self._agreement, regions)
+        self._compiled = self._parts.add(compiled)
         blocks = self._parts.add(CompiledBlocks(config, self.say))
         self.pool = Pooling(config, self.device, self.say, self._parts)
         self._tiling = Tiling(model, config, self._agreement, self.say, self._parts)
@@ -433,10 +432,11 @@ class Session:
         self._step.runs(state)
         if state.program.empty and not state.unproven:
             return None
-        lender = state if state.lender is None else state.lender
-        state.depot = self._offloading.depot_of(lender.plan, self._plan_cache.in_force)
+        state.depot = self._offloading.depot_of((state.lender or state).plan, self._plan_cache.in_force)
         state.learned.device = self.device
         engine = PlannedEngine(state.learned, self.config.verify and state.verifies, state.depot, state.unproven)
+        if state.depot is not None:
+            self._at_rest.weights.planned_forward_begins(engine.pass_fences)
         return PlannedRecording(engine, self.model)
 
     def _goes_on(self, call: Signature) -> tuple[bool, Recording | None]:

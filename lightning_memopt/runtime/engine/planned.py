@@ -268,10 +268,14 @@ class PlannedEngine(Engine):
         """A version with handles stays if the plan has it in memory now, or if backward is out of order."""
         return version.holding.handles > 0 and (self.cursor.out_of_order or self.holdings.lives(version))
 
+    def pass_fences(self) -> None:
+        """Drop now what the next op of the forward would drop first: parked tensors whose copies out may be awaited."""
+        if self.recorder is not None and self.cursor.past_fence:
+            self.parking.pass_fences()
+
     def _take(self, event: Event) -> Turn:
         """An event has come. First do what the plan does before it, and what it does at events that were passed over."""
-        if self.recorder is not None and self.cursor.past_fence:
-            self.parking.pass_fences()  # else the next op would drop what the event fetches
+        self.pass_fences()  # else the next op would drop what the event fetches
         turn = self.turns.take(event, in_forward=self.recorder is not None)
         if self.guard.until and not self.cursor.out_of_order:
             for id in self.guard.pass_point(self.turns.point):
