@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -44,6 +45,8 @@ from lightning_memopt.solvers.staying import SHARES, least_parked
 
 Say = Callable[[str], None]
 Solve = Callable[[Graph, Say], Solved]
+_RECENT = 8
+"""Steps whose plans are remembered: what they park stays away in a step that has no use for it."""
 _ENOUGH = 1.1
 """Nothing more is solved for if a plan takes this many times the seconds of what rests, and no more."""
 
@@ -155,7 +158,7 @@ class AtRest(Part):
         self.weights.in_chunks = self.states.in_chunks
         self._offloading = offloading
         self._observed: tuple[StateParking, ...] = ()
-        self._before: list[Plan] = []  # of the last step
+        self._recent = deque[list[Plan]](maxlen=_RECENT)  # of the last steps
         self._moved_nbytes = 0  # until it ended
         self.steps = self.planned_nbytes = 0
         if offloading.tier:
@@ -188,11 +191,13 @@ class AtRest(Part):
             self.states.put(self._observed, self.weights.parked)
 
     def step_ended(self, planned: Sequence[object]) -> None:
-        before, self._before = self._before, [state.plan for state in planned if isinstance(state, Running)]
+        before = self._recent[-1] if self._recent else []
+        plans = [state.plan for state in planned if isinstance(state, Running)]
+        self._recent.append(plans)
         moved_nbytes = self.moved_nbytes
-        if [*map(id, before)] != [*map(id, self._before)]:  # this step has also moved what the ones before had elsewhere
+        if [*map(id, before)] != [*map(id, plans)]:  # this step has also moved what the ones before had elsewhere
             self.steps = self.planned_nbytes = 0
-        elif self._before:
+        elif plans:
             self.steps += 1
             self.planned_nbytes += moved_nbytes - self._moved_nbytes
         self._moved_nbytes = moved_nbytes
@@ -203,11 +208,13 @@ class AtRest(Part):
 
     def _put(self, state: Running) -> None:
         """What the plan of this state parks, is parked from now on. If a step has several forwards, each with a backward and a
-        plan of its own, what another one parks stays away, too, as far as the tier has room for both.
+        plan of its own, or steps take turns (batches of two shapes, a GAN), what another plan parks stays away, too, as far as
+        the tier has room for both.
         """
         plan, limit = state.plan, self._offloading.limit_nbytes
-        states = {(each.what, each.parameter): each for other in (*self._before, plan) for each in other.states}
-        weights = {each.module: each for other in (*self._before, plan) for each in other.weights}
+        plans = [*{id(other): other for others in self._recent for other in others if other is not plan}.values(), plan]
+        states = {(each.what, each.parameter): each for other in plans for each in other.states}
+        weights = {each.module: each for other in plans for each in other.weights}
         more_nbytes = _tier_nbytes((*states.values(), *weights.values())) - _tier_nbytes((*plan.states, *plan.weights))
         if limit is None or plan.predicted.tier_nbytes + more_nbytes <= limit:
             self.weights.put(tuple(weights.values()))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from lightning_memopt import Plan, optimize
+from lightning_memopt.runtime.tiers.shelf import is_away
 from tests.cpu.parking.test_trained_weights import Model, batch, known_times
 
 pytestmark = pytest.mark.usefixtures(known_times.__name__)
@@ -121,3 +122,26 @@ def test_a_step_that_comes_to_take_more_is_still_parked(in_backward: str) -> Non
     assert 0 < grown_nbytes < 2 * parameters_nbytes, "squares of all weights, and their gradients"
     assert run.status.measured_peak_nbytes is not None
     assert run.status.measured_peak_nbytes <= after.predicted.needed_nbytes
+
+
+def test_what_only_another_shape_needs_parked_stays_away(recwarn: pytest.WarningsRecorder) -> None:
+    """Batches of two shapes take turns, each with a plan. Nothing comes back between them, and nothing is above the budget."""
+    torch.manual_seed(0)
+    width, mib = 192, 1 << 20
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(4))
+    )
+    optimizer = optim.AdamW(model.parameters())
+    options = {"budget": 6 * mib, "offload": "disk", "max_slowdown": 1e6, "optimizer_in_backward": "never"}
+    parked: list[int] = []
+    with optimize(model, optimizer, **options) as run:
+        for i in range(14):
+            optimizer.zero_grad()
+            model(torch.randn(24 if i < 4 or i % 2 else 400, width)).square().mean().backward()
+            optimizer.step()
+            parked.append(sum(is_away(p) for p in model.parameters()))
+        status = run.status()
+    assert status.phase == "planned" and status.measured_peak_nbytes is not None
+    assert status.measured_peak_nbytes <= 6 * mib
+    assert parked[-1] == parked[-2] > 0
+    assert not [str(each.message) for each in recwarn if "MemOpt" in str(each.message)]
