@@ -226,6 +226,9 @@ class ParkedWeights:
             raise OffloadError("the native engine is not there; install a C++ compiler")
         shelf = Shelf(on_shelf(w.nbytes for w in weights), directory, weights[0].device, limit_nbytes)
         unit = self._units[path] = _Unit(module, weights, shelf, native)
+        gone = weakref.finalize(module, unit.listening.close)  # else whoever listens to calls would hold the weights
+        gone.atexit = False
+        unit.listening.callback(gone.detach)
         unit.listening.enter_context(beneath_calls({path: module}, partial(self._called, unit), shares=True))
         self._trained.update(unit.trained())
         if len(self._units) == 1:

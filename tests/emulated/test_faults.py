@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_memopt.runtime import parked_gradients, parked_weights
+from lightning_memopt.runtime import parked_gradients, weight_memory
 from lightning_memopt.runtime.tiers import streams
 from tests.cpu.parking.test_faults_at_rest import MIN, Faults, Trained
 from tests.emulated import device
@@ -15,7 +15,7 @@ from tests.emulated import device
 is_judged = device.is_emulated() and device.is_bits()
 pytestmark = pytest.mark.skipif(not is_judged, reason="the emulated device in bits mode: make emulated")
 
-COPIES = (streams, "copy"), (parked_gradients, "copy"), (parked_weights, "copy")
+COPIES = (streams, "copy"), (parked_gradients, "copy"), (weight_memory, "copy")
 HOST: dict[str, Any] = MIN | {"offload": "host"}
 trained = partial(Trained, device="cuda", width=2048)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from lightning_memopt.runtime.parked_weights import ParkedWeights
 from lightning_memopt.runtime.tiers.shelf import is_away
 from lightning_memopt.runtime.weight_memory import may_be_parked
 from tests.cpu.lib.parked import parked_of
@@ -90,3 +93,15 @@ def test_bytes_that_move_are_those_predicted(in_backward: str) -> None:
     assert plan.lower_bound_seconds <= plan.predicted.seconds
     (first,) = (unit for unit in plan.weights if unit.module == "first")
     assert len(first.beside) == (2 if in_backward == "always" else 1)
+
+
+def test_a_model_that_is_dropped_takes_its_parked_weights_with_it() -> None:
+    """`to_device` parks weights without a run, so nobody closes anything."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    parked = ParkedWeights()
+    parked.put("0", model[0], list(model[0].parameters()))
+    model(batch()).sum().backward()
+    weight, gone = weakref.ref(model[0].weight), weakref.ref(parked)
+    del parked, model
+    gc.collect()
+    assert weight() is None and gone() is None
