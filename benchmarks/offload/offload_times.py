@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from torch import nn, optim
 
 from benchmarks.lib.paths import RESULTS
@@ -33,32 +32,12 @@ from lightning_memopt.fitting.resting import resting_text
 from lightning_memopt.fitting.sources import source_of
 from lightning_memopt.fitting.techniques import LIMIT_SECONDS, Techniques
 from lightning_memopt.solvers import planner
+from tests.emulated import llama
 
 FILE = RESULTS / "offload_times.json"
 GB, GIB = 10**9, 1 << 30
-configs: Any = transformers
-"""Its configurations take keywords that their signatures do not name."""
-LLAMA = {
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "use_cache": False,
-}
-"""Sizes of Llama 3 8B."""
 Training = tuple[nn.Module, optim.Optimizer, Callable[[], None]]
 Row = dict[str, Any]
-
-
-def _in_bfloat16(build: Callable[[], Any]) -> Any:
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        return build()
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def _training(model: Any, loss: Callable[[Any], Any], **batch: torch.Tensor) -> Training:
@@ -79,31 +58,24 @@ def _own_loss(output: Any) -> Any:
 
 def vit_g() -> Training:
     """DINOv2's ViT-g/14, 1.1 billion parameters, bfloat16, 32 images of 224 x 224, 45 classes: that of torchao's table."""
-    config = configs.Dinov2Config(
+    config = llama.configs.Dinov2Config(
         hidden_size=1536, num_hidden_layers=40, num_attention_heads=24, use_swiglu_ffn=True, image_size=224, num_labels=45
     )
-    model = _in_bfloat16(lambda: configs.Dinov2ForImageClassification(config))
+    model = llama.in_bfloat16(lambda: llama.configs.Dinov2ForImageClassification(config))
     images = torch.zeros(32, 3, 224, 224, dtype=torch.bfloat16)
     return _training(model, _own_loss, pixel_values=images, labels=torch.zeros(32, dtype=torch.long))
 
 
 def llama_8b() -> Training:
     """Llama 3 8B, bfloat16, 4,096 tokens, all weights trained."""
-    config = configs.LlamaConfig(**LLAMA)
     words = torch.zeros(1, 4096, dtype=torch.long)
-    return _training(_in_bfloat16(lambda: configs.LlamaForCausalLM(config)), _own_loss, input_ids=words, labels=words)
+    return _training(llama.llama_8b(4096), _own_loss, input_ids=words, labels=words)
 
 
 def llama_70b() -> Training:
     """Llama 3 70B, bfloat16, 2,048 tokens: the linear layers of its blocks packed to 4 bits, with adapters of rank 16."""
-    from tests.emulated.packed import pack_and_adapt
-
-    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
-    config = configs.LlamaConfig(**LLAMA | sizes)
-    model = _in_bfloat16(lambda: configs.LlamaForCausalLM(config))
-    _in_bfloat16(partial(pack_and_adapt, model, model.model.layers))
     words = torch.zeros(1, 2048, dtype=torch.long)
-    return _training(model, _own_loss, input_ids=words, labels=words)
+    return _training(llama.llama_70b(), _own_loss, input_ids=words, labels=words)
 
 
 def sdxl() -> Training:

@@ -25,17 +25,14 @@ from torch import Tensor
 from lightning_memopt import register_optimizer
 from lightning_memopt.integrations.to_device import to_device
 from lightning_memopt.runtime.tiers import streams
-from tests.emulated import device
+from tests.emulated import device, llama
 from tests.emulated.float32_adamw import Float32AdamW
-from tests.emulated.packed import pack_and_adapt
 from tests.emulated.reserved import HEADER, MIB, Loss, Made, run
 from tests.emulated.unet import DiffusionUNet
 
 GIB = 1 << 30
 _NO_RESERVE = 0x4000
 """Linux's MAP_NORESERVE, for which Python 3.11 has no name."""
-configs: Any = transformers
-"""Its configurations take keywords that their signatures do not name."""
 
 
 def _made(model: Any, **batch: Tensor) -> Made:
@@ -56,58 +53,33 @@ def _adapted(model: Any) -> Any:
 
 def gpt2_xl() -> Made:
     """GPT-2 XL, 1.6 billion parameters, float32, 4 x 1,024 tokens."""
-    config = configs.GPT2Config(n_layer=48, n_embd=1600, n_head=25, use_cache=False)
+    config = llama.configs.GPT2Config(n_layer=48, n_embd=1600, n_head=25, use_cache=False)
     return _made(transformers.GPT2LMHeadModel(config), **_words(4, 1024))
-
-
-BLOCKS = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "use_cache": False,
-}
-"""Of Llama 3 8B, and of Mixtral 8x7B."""
-
-
-def in_bfloat16(build: Callable[[], Any]) -> Any:
-    """In float32 the card has no room for it."""
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        return build()
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def llama_8b(lora: bool, length: int) -> Made:
     """Llama 3's 8 billion parameters, bfloat16."""
-    config = configs.LlamaConfig(vocab_size=128256, max_position_embeddings=max(8192, length), **BLOCKS)
-    model = in_bfloat16(lambda: transformers.LlamaForCausalLM(config))
+    model = llama.llama_8b(length)
     return _made(_adapted(model) if lora else model, **_words(1, length))
 
 
 def llama_70b(length: int) -> Made:
     """Llama 3's 70 billion parameters: the linear layers of its blocks packed to 4 bits, with adapters; the rest bfloat16."""
-    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
-    config = configs.LlamaConfig(vocab_size=128256, max_position_embeddings=8192, **BLOCKS | sizes)
-    model = in_bfloat16(lambda: transformers.LlamaForCausalLM(config))
-    in_bfloat16(partial(pack_and_adapt, model, model.model.layers))
-    return _made(model, **_words(1, length))
+    return _made(llama.llama_70b(), **_words(1, length))
 
 
 def mixtral() -> Made:
     """Mixtral 8x7B, 47 billion parameters, bfloat16, with adapters; 4 x 4,096 tokens. Values are zeros, so that all tokens go
     to the same two experts.
     """
-    config = configs.MixtralConfig(vocab_size=32000, num_local_experts=8, num_experts_per_tok=2, **BLOCKS)
-    model = in_bfloat16(lambda: transformers.MixtralForCausalLM(config))
+    config = llama.configs.MixtralConfig(vocab_size=32000, num_local_experts=8, num_experts_per_tok=2, **llama.BLOCKS)
+    model = llama.in_bfloat16(lambda: transformers.MixtralForCausalLM(config))
     return _made(_adapted(model), **_words(4, 4096))
 
 
 def vit_h() -> Made:
     """ViT-H/14, 630 million parameters, float32, 32 images of 224 x 224."""
-    config = configs.ViTConfig(
+    config = llama.configs.ViTConfig(
         hidden_size=1280, num_hidden_layers=32, num_attention_heads=16, intermediate_size=5120, patch_size=14, num_labels=1000
     )
     images = {"pixel_values": torch.zeros(32, 3, 224, 224), "labels": torch.zeros(32, dtype=torch.long)}
