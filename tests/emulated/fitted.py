@@ -23,7 +23,8 @@ from lightning_memopt.fitting.recording import record
 from lightning_memopt.plan.allocator import Settings, reserved
 from lightning_memopt.plan.rates import kind_of
 from lightning_memopt.solvers.rollout import keep_all
-from tests.emulated.real_size import CARDS, configs, each_alone
+from tests.emulated.llama import configs
+from tests.emulated.real_size import CARDS, each_alone
 from tests.emulated.reserved import BENCHMARKS, MIB, SLOW, WORKSPACE_NBYTES, Loss, Made, steady
 
 CARD_NBYTES = 400 << 30

@@ -25,7 +25,8 @@ from lightning_memopt.plan.peak import at_peak
 from lightning_memopt.plan.side_streams import with_pools
 from lightning_memopt.solvers.rollout import keep_all
 from tests.emulated.fitted import CARD_NBYTES, STEPS, leave_masks_out
-from tests.emulated.real_size import BLOCKS, configs, each_alone, in_bfloat16
+from tests.emulated.llama import BLOCKS, configs, in_bfloat16
+from tests.emulated.real_size import each_alone
 from tests.emulated.reserved import MIB, WORKSPACE_NBYTES, steady
 
 HEADER = (

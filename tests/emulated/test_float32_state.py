@@ -14,7 +14,7 @@ from lightning_memopt import optimize, register_optimizer
 from lightning_memopt.plan.allocator import reserved
 from tests.emulated import device
 from tests.emulated.float32_adamw import STATE, Float32AdamW
-from tests.emulated.real_size import in_bfloat16
+from tests.emulated.llama import in_bfloat16
 
 is_judged = device.is_emulated() and device.is_bits()
 pytestmark = pytest.mark.skipif(not is_judged, reason="the emulated device in bits mode: make emulated")
