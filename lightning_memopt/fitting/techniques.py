@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
-import torch
-
 from lightning_memopt.batching.fit import StepFit
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.device.kinds import kind_of
@@ -22,6 +20,7 @@ from lightning_memopt.errors import ConfigError, InfeasibleError, MemOptError
 from lightning_memopt.fitting.allowed import SEARCH_SECONDS, GivenBudget, config_of
 from lightning_memopt.fitting.cards import Card
 from lightning_memopt.fitting.found import Found, Other
+from lightning_memopt.fitting.offloading import OfCard, tier_of
 from lightning_memopt.fitting.recording import Recorded
 from lightning_memopt.fitting.resting import Parked, Resting
 from lightning_memopt.fitting.sizes import at_sizes
@@ -33,8 +32,8 @@ from lightning_memopt.plan.forms import TIERS
 from lightning_memopt.plan.logits import are_worth_tiles
 from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.plan.resting import Rests, with_rest
+from lightning_memopt.plan.simulate import fixed_levels
 from lightning_memopt.session.parking.joint_frontier import JointFrontier
-from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.tiling import why_not
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.frontier import Candidate, Frontier
@@ -56,7 +55,7 @@ def check(config: MemOptConfig, device: str, cards: Sequence[Card], ranks: Seque
     """Before anything is recorded: raise ConfigError where these techniques cannot be asked about, for such a device, a card
     without a link to the tier, or several cards.
     """
-    tier = _tier(device, config)
+    tier = tier_of(device, config)
     for card in cards if tier else ():
         if card.rates is None or tier not in card.rates.links:
             raise ConfigError(f"the rates of {card.name} have no link to the tier {tier!r}: measure it by memopt profile")
@@ -67,28 +66,6 @@ def check(config: MemOptConfig, device: str, cards: Sequence[Card], ranks: Seque
             )
         if config.optimizer_in_backward != "never":
             raise ConfigError("early updates are asked about on one card only. Leave ranks or optimizer_in_backward out")
-
-
-class _OfCard(Offloading):
-    """What a session on a card may park. No device is there on which links could be measured: their rates are the card's. How
-    much its machine has left is not known: only budgets limit what is parked.
-    """
-
-    def __init__(self, device: str, config: MemOptConfig, rates: MachineRates) -> None:
-        super().__init__(torch.device(device), config)
-        self._of_card = rates
-        self.depots.limit_nbytes = config.tier_budget_nbytes(self.tier, 1 << 62)
-
-    @cached_property
-    def rates(self) -> MachineRates:
-        return self._of_card
-
-    @property
-    def shares_memory(self) -> bool:
-        return kind_of(self.device.type).is_host  # whatever device is here
-
-    def more_helps(self, nbytes: int) -> bool:
-        return True
 
 
 class Techniques:
@@ -126,7 +103,7 @@ class Techniques:
         self._early_steps: dict[Heads, Recorded | str] = {}
         self._tiled: dict[float, list[Frontier]] = {}
         self._resting = resting
-        self._at_rest: dict[tuple[int, MemOptConfig, bool], Frontier] = {}
+        self._at_rest: dict[tuple[int, MemOptConfig, bool, bool], Frontier] = {}
         self._least: dict[int, Callable[[], Frontier | None]] = {}
 
     @property
@@ -224,7 +201,7 @@ class Techniques:
         """
         frontiers: list[Frontier] = []
         as_usual = ""
-        tier = _tier(self._source.device, config)
+        tier = tier_of(self._source.device, config)
         for base in self._bases(config):
             if base.tiles and config.optimizer_in_backward != "always":
                 frontiers.append(self._on(card, base))
@@ -243,7 +220,7 @@ class Techniques:
         """The plans that also park all that rests, and save tensors in the tier: those of the first way to run the step whose
         plans need no more than `enough_nbytes`, or of all ways.
         """
-        tier = _tier(self._source.device, config)
+        tier = tier_of(self._source.device, config)
         if self._resting is None or not tier or card.rates is None or tier not in card.rates.links:
             return []
         frontiers: list[Frontier] = []
@@ -256,17 +233,28 @@ class Techniques:
                 parked = Parked.of(self._resting, timed, tier, card.rates, ahead, config.tier_budget_nbytes(tier, 1 << 62))
                 if not parked.rests:
                     break
-                key = id(base), config, ahead
-                if key not in self._at_rest:
-                    solved = self._solved(parked.graph, base.machine, config.solver_seconds)
-                    self._at_rest[key] = replace(solved, tiles=base.tiles)
-                joint = self._joint(card, self._at_rest[key], config, card.rates, parked.rests.tier_nbytes)
-                timed_copies = replace(joint.graph, copies=parked.graph.copies)
-                frontiers.append(replace(joint, graph=timed_copies, rests=parked.rests))
-                self._least[id(frontiers[-1])] = partial(self._least_parked, card, timed, frontiers[-1], parked)
-                if joint.smallest_nbytes <= enough_nbytes:
-                    return frontiers
+                frontiers.append(self._all_parked(card, base, config, card.rates, timed, parked))
+                if frontiers[-1].smallest_nbytes > enough_nbytes:
+                    continue
+                states = parked.rests.only(parked.rests.states)
+                alone = Parked.only(timed, states, parked.chunks)  # which moves less often than weights that are trained
+                if 0 < len(states) < len(parked.rests) and max(fixed_levels(alone.graph)) <= enough_nbytes:
+                    frontiers.append(self._all_parked(card, base, config, card.rates, timed, alone))
+                return frontiers
         return frontiers
+
+    def _all_parked(
+        self, card: Card, base: Frontier, config: MemOptConfig, rates: MachineRates, timed: Graph, parked: Parked
+    ) -> JointFrontier:
+        """The plans of a step with this parked. `base`: of the step without. `timed`: that step on the card."""
+        key = id(base), config, parked.rests.ahead, bool(parked.rests.units)
+        if key not in self._at_rest:
+            solved = self._solved(parked.graph, base.machine, config.solver_seconds)
+            self._at_rest[key] = replace(solved, tiles=base.tiles)
+        joint = self._joint(card, self._at_rest[key], config, rates, parked.rests.tier_nbytes)
+        found = replace(joint, graph=replace(joint.graph, copies=parked.graph.copies), rests=parked.rests)
+        self._least[id(found)] = partial(self._least_parked, card, timed, found, parked)
+        return found
 
     def _least_parked(self, card: Card, graph: Graph, frontier: Frontier, parked: Parked) -> Frontier | None:
         """A plan of this frontier, with as little parked as the card has room for; None if that is everything. `graph`: with
@@ -300,7 +288,7 @@ class Techniques:
         if isinstance(small, JointFrontier) and card.rates is not None:  # how long it takes matters little
             offload = self.config.offload
             quick = config_of(offload, budgets=self._given(offload), solver_seconds=_LEAST_SECONDS)
-            small = replace(small, offloading=_OfCard(self._source.device, quick, card.rates))
+            small = replace(small, offloading=OfCard(self._source.device, quick, card.rates))
         return self._found(card, small, small.smallest_plan(), False)
 
     def _found(self, card: Card, frontier: Frontier, plan: Plan, fits: bool) -> Found:
@@ -340,7 +328,7 @@ class Techniques:
         self, card: Card, base: Frontier, config: MemOptConfig, rates: MachineRates, rests_nbytes: int = 0
     ) -> JointFrontier:
         """The frontier with plans that park, too. `rests_nbytes`: what rests takes of the tier in the step."""
-        offloading = _OfCard(self._source.device, config, rates)
+        offloading = OfCard(self._source.device, config, rates)
         offloading.rests_nbytes = rests_nbytes
         key = id(base), config
         if key not in self._joined:
@@ -457,11 +445,6 @@ class Techniques:
 def _some(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """A few of the plans, from small to large."""
     return tuple(candidates[:: ceil_div(len(candidates), _STARTS)])
-
-
-def _tier(device: str, config: MemOptConfig) -> str:
-    """The tier in which a run on such a device parks; "" if none."""
-    return _OfCard(device, config, MachineRates(name="", links={}, codecs={})).tier
 
 
 def _update_seconds(card: Card, usual: Graph, early: Graph) -> float:

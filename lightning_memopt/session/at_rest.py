@@ -40,7 +40,7 @@ from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.solve.refusals import refuse_hopeless
 from lightning_memopt.session.solve.solving import IN_FORCE, NONE_SMALLER, SOLVING, Solved, say_in_force
 from lightning_memopt.session.worth import most_extra_seconds
-from lightning_memopt.solvers.frontier import Frontier
+from lightning_memopt.solvers.frontier import UNSEEN_NBYTES, Frontier
 from lightning_memopt.solvers.staying import SHARES, least_parked
 
 Say = Callable[[str], None]
@@ -290,14 +290,25 @@ class AtRest(Part):
     def _within(
         self, graph: Graph, rests: Rests, limit_nbytes: int, whole: list[_Try], tried: Callable[[Rests], _Try]
     ) -> list[_Try]:
-        """`whole`, and with all of it parked and, if that fits the limit, with as much as makes the step fastest."""
+        """`whole`, and what `_parking` finds, also without weights."""
+        tries = [*whole, *self._parking(graph, rests, limit_nbytes, tried)]
+        overlap = copies_overlap(self._offloading.device)
+        if rests.states and min(tries, key=_by_seconds).rests.units:
+            states = self._priced(graph, rests.only(rests.states))  # which move less often than weights that are trained
+            if max(fixed_levels(self._in_step(graph, states))) <= limit_nbytes:
+                tries += self._parking(graph, states, limit_nbytes, tried)
+        least = _least_seconds(graph, rests, overlap, limit_nbytes)
+        return [each.bounded(least) for each in tries]
+
+    def _parking(self, graph: Graph, rests: Rests, limit_nbytes: int, tried: Callable[[Rests], _Try]) -> list[_Try]:
+        """With all of this parked and, if that fits the limit, with as much as makes the step fastest."""
         ahead = self._ahead(graph, rests)
         tries = [] if ahead is None else [tried(ahead)]
         if not tries or not tries[0].fits or tries[0].seconds > rests.seconds:
             tries.append(tried(rests))
         best = min(tries, key=_by_seconds)
         if best.solved is None or not best.fits:
-            return [*whole, *tries]
+            return tries
         some = self._enough(graph, best.solved.frontier, best.rests, limit_nbytes)
         if len(some) < len(rests):
             tries.append(tried(self._priced(graph, some)))
@@ -305,8 +316,7 @@ class AtRest(Part):
             others = _fastest(best.solved.frontier, best.rests, limit_nbytes)
             if len(others) < len(rests):
                 tries.append(tried(self._priced(graph, others)))
-        least = _least_seconds(graph, rests, ahead is not None, limit_nbytes)
-        return [each.bounded(least) for each in (*whole, *tries)]
+        return tries
 
     def smallest(self, graph: Graph, all_of_it: bool = False, early: AbstractSet[str] = frozenset()) -> tuple[Graph, int]:
         """The step of this graph with everything parked that the tier has room for, as the first update will make it, and the
@@ -353,6 +363,7 @@ class AtRest(Part):
         def needed_nbytes(some: Rests, plan: Plan) -> int:
             step = updated(self._in_step(graph, some), plan.updates)
             beside_nbytes = max(0, plan.predicted.needed_nbytes - plan.predicted.peak_nbytes)
+            beside_nbytes += UNSEEN_NBYTES if plan.predicted.rebuilt_ops else 0
             return simulate(step, plan.lives).predicted.peak_nbytes + beside_nbytes
 
         chunks = self.states.chunks(graph, rests)

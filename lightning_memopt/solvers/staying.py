@@ -63,13 +63,17 @@ def least_parked(
 ) -> tuple[Rests, Plan] | None:
     """What to park for the fastest step within the limit, and a plan for it that is known; None: everything. `frontier`: of the
     step in which everything is parked. `chunks`: those of the update then. `needed_nbytes`: bytes that a plan needs where only
-    some is parked; the chunks of the update are others then. If that is more, the choice is made again with less room. It
+    some is parked; the chunks of the update are others then. If that is more, another choice is made with less room. It
     raises LoweringError where the plan cannot run then, because it rebuilds from a weight that is elsewhere.
     """
-    room = limit_nbytes
-    weights = True
+    room, above, weights = limit_nbytes, 0, True
+    tried: Rests | None = None
     for _ in range(_TRIES):
         some, plan = _fastest(frontier, rests, chunks, room, weights)
+        while some == tried:  # what is chosen takes less than all the room
+            above *= 2
+            room -= above
+            some, plan = _fastest(frontier, rests, chunks, room, weights)
         if plan is None or len(some) == len(rests):
             return None
         try:
@@ -80,6 +84,7 @@ def least_parked(
         if above <= 0:
             return some, plan
         room -= above
+        tried = some
     return None
 
 
