@@ -7,9 +7,13 @@ from resting import Resting, moved_nbytes, resting
 
 from benchmarks.offload.fixed import least_moved_nbytes
 from lightning_memopt.graph import fingerprint
-from lightning_memopt.plan import Plan, fixed_levels, simulate
+from lightning_memopt.plan import Machine, Plan, fixed_levels, simulate
+from lightning_memopt.plan.resting import Rests
+from lightning_memopt.plan.states import StateOf
+from lightning_memopt.plan.weights import UnitOf
+from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.rollout import keep_all
-from lightning_memopt.solvers.staying import staying
+from lightning_memopt.solvers.staying import least_parked, staying
 
 SEEDS = range(40)
 
@@ -74,3 +78,33 @@ def test_no_choice_moves_fewer_bytes_than_the_bound(seed: int) -> None:
         assert bound <= least
         tight += bound > 0
     assert tight and least_moved_nbytes(case.graph, case.once_nbytes, max(needed.values())) == 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_choice_that_needs_more_than_its_estimate_is_not_made_twice(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a plan needs beside, a choice within the budget is found where one exists, or everything is parked."""
+    monkeypatch.setattr("lightning_memopt.solvers.staying.UNSEEN_NBYTES", 0)
+    case = resting(seed)
+    step = case.in_step(case.rests)
+    frontier = planner.of_one(step, ("by hand", keep_all(step)), Machine())
+    states = tuple(each for each in case.rests if isinstance(each, StateOf))
+    rests = Rests(states, tuple(each for each in case.rests if isinstance(each, UnitOf)))
+    found = 0
+    for beside in (1, 20, 60):
+        asked = list[Rests]()
+
+        def needed_nbytes(some: Rests, plan: Plan, beside: int = beside, asked: list[Rests] = asked) -> int:
+            assert some not in asked
+            asked.append(some)
+            return needed_nbytes_of(case, some, plan) + beside
+
+        for budget in range(frontier.smallest_nbytes, frontier.smallest_nbytes + 400, 7):
+            asked.clear()
+            least = least_parked(frontier, rests, case.chunks, budget, needed_nbytes)
+            found += least is not None
+            assert least is None or needed_nbytes_of(case, *least) + beside <= budget
+    assert found
+
+
+def needed_nbytes_of(case: Resting, some: Rests, plan: Plan) -> int:
+    return simulate(case.in_step(some.by_price()), plan.lives).predicted.peak_nbytes

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
@@ -15,7 +19,32 @@ from lightning_memopt.bench import zoo
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.runtime import install_native
 
-SMALL = {name: partial(build, layers=2, length=16) for name, build in {"small": zoo.gpt2, "adapted": zoo.llama}.items()}
+
+class Recurrent(nn.Module):
+    """Three LSTMs of equal size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(64, 64) for _ in range(3))
+        self.output = nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        for layer in self.layers:
+            x = layer(x)[0]
+        return SimpleNamespace(loss=self.output(x).square().mean())
+
+
+def recurrent(batch: int) -> tuple[nn.Module, dict[str, Tensor], None]:
+    torch.manual_seed(0)
+    return Recurrent(), {"x": torch.randn(4, batch, 64)}, None
+
+
+SMALL = {
+    "small": (partial(zoo.gpt2, layers=2, length=16), "1/8"),
+    "adapted": (partial(zoo.llama, layers=2, length=16), "1/8"),
+    "recurrent": (recurrent, "2/3"),  # with weights parked, a step moved three times as much
+}
+"""Models, and the budgets for them."""
 
 
 @pytest.mark.long
@@ -24,10 +53,11 @@ def test_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install_native(lambda line: None)
     if loaded() is None:
         pytest.skip("no C++ compiler: frozen weights are not parked, and a line says so")
-    for small, build in SMALL.items():
+    for small, (build, _) in SMALL.items():
         monkeypatch.setitem(MODELS, small, build)
     monkeypatch.setitem(traffic.ADAPTED, "adapted", "adapted")
-    monkeypatch.setattr(traffic, "SHARES", {"1/8": 1 / 8})
+    label = SMALL[name][1]
+    monkeypatch.setattr(traffic, "SHARES", {label: float(Fraction(label))})
     (point,) = traffic.row(name)["budgets"].values()
     policy: Any = traffic.best(point)
     for run in point["by"].values():
@@ -37,4 +67,4 @@ def test_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     most = policy[1]["moved_nbytes"] * (1.1 if name == "adapted" else 1.0)
     assert point["by"]["bytes"]["moved_nbytes"] <= most
     assert any("weights" in name for name in point["policies"])
-    assert policy[0] in traffic.table({name: {"budgets": {"1/8": point}}})
+    assert policy[0] in traffic.table({name: {"budgets": {label: point}}})
