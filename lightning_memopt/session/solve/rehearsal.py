@@ -135,6 +135,7 @@ class _Ledger(Outside):
     existing: objects from before; the tensors among them are not counted.
     value: the number that Python reads of a tensor without memory.
     draws: whether an op has drawn random numbers.
+    written: the storages that ops have written to.
     """
 
     def __init__(self, host: bool, rounded: Rounded, existing: Iterable[Any]) -> None:
@@ -143,6 +144,7 @@ class _Ledger(Outside):
         self.live_nbytes = self.peak_nbytes = 0
         self.value = 1
         self.draws = False
+        self.written: set[int] = set()
         self._existing = [t.untyped_storage() for t in existing if isinstance(t, torch.Tensor)]
         self._storages: dict[int, weakref.ref[Any]] = {s._cdata: weakref.ref(s) for s in self._existing}
         self._events: list[tuple[int, int]] = []
@@ -151,6 +153,9 @@ class _Ledger(Outside):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return self.value
+        for place in _written(func):
+            written = args[place] if place < len(args) else None
+            self.written |= {t.untyped_storage()._cdata for t in tree_leaves(written) if isinstance(t, torch.Tensor)}
         if _only_writes(func) and args[0] and all(t.is_meta for t in args[0]):
             return None  # its kernels for `meta` would look at each tensor, and do nothing
         self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
@@ -201,6 +206,13 @@ class _Ledger(Outside):
 
 
 @cache
+def _written(func: Any) -> list[int]:
+    """Places of the arguments that an op writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return [i for i, a in arguments if not a.kwarg_only and a.alias_info is not None and a.alias_info.is_write]
+
+
+@cache
 def _only_writes(func: Any) -> bool:
     """Whether an op only writes the tensors of its first argument, a list."""
     schema = func._schema
@@ -244,8 +256,9 @@ def _of_group(
     existing = tree_leaves([list(double.state.values()), blank, [q.grad for q in blank]])
     ledger = _Ledger(on_host(device), rounded, existing)
     step: Callable[[], Any]
-    if is_registered(optimizer):
-        step = RegisteredStep(double, lambda: ledger.live_nbytes, lambda: ledger.draws)
+    registered = RegisteredStep(double, ledger) if is_registered(optimizer) else None
+    if registered is not None:
+        step = registered
     else:
         raw = step_without_hooks(type(double))
         assert raw is not None, "it is torch's step"
@@ -263,6 +276,8 @@ def _of_group(
                     count.fill_(number)
             step()
             beside = max(beside, ledger.beside(), key=sum)
+        if registered is not None:
+            registered.without_gradients()
     made = {
         k: tuple((Counter(_sizes(double.state[q], rounded)) - before[q]).elements())
         for k, q in zip(_kinds(optimizer, rehearsed), blank, strict=True)

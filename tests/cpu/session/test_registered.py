@@ -180,7 +180,53 @@ class Reads(Own):
                 p.sub_(torch.as_tensor(p.grad.numpy()))
 
 
+class Decays(Own):
+    """Weights without a gradient, too."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.mul_(0.9)
+                if p.grad is not None:
+                    p.sub_(p.grad)
+
+
+class DecaysMomentum(Own):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state.setdefault("momentum", torch.zeros_like(p))
+                torch._foreach_mul_([state["momentum"]], 0.9)
+                if p.grad is not None:
+                    p.sub_(state["momentum"].add_(p.grad))
+
+
+class CountsAlways(Own):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["step"] = self.state[p].get("step", 0) + 1
+                if p.grad is not None:
+                    p.sub_(p.grad)
+
+
+class Needs(Own):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad.sign())
+
+
 REFUSED = {
+    Decays: "also updates a parameter that has no gradient",
+    DecaysMomentum: "also updates a parameter that has no gradient",
+    CountsAlways: "also updates a parameter that has no gradient",
+    Needs: "fails where a parameter has no gradient",
     CountsInGroup: "changes options of its groups",
     CountsItself: "sets self.count",
     GoesTwice: "goes through self.param_groups 2 times",
