@@ -142,11 +142,11 @@ def _surely_waits(step: Graph) -> float:
     """For how many seconds the step waits, whatever is rebuilt: for copies that begin and end between two points that follow
     each other. Those of both directions run at the same time.
     """
-    lanes = defaultdict[tuple[int, str], float](float)
+    between = defaultdict[int, dict[str, float]](lambda: {"in": 0.0, "out": 0.0})
     for copy in step.copies:
         if copy.before == copy.after + 1:
-            lanes[copy.after, copy.lane] += copy.seconds
-    return sum(max(lanes.get((point, lane), 0.0) for lane in ("in", "out")) for point in {point for point, _ in lanes})
+            between[copy.after][copy.lane] += copy.seconds
+    return sum(max(lanes.values()) for lanes in between.values())
 
 
 def with_rest(plan: Plan, graph: Graph, rests: Rests) -> Plan:

@@ -124,6 +124,7 @@ CARDS = {
     "mixtral-lora": Card(mixtral, 141, 125),
     "llama-8b-lora-8k": Card(partial(llama_8b, True, 8192), 24, 22, tile="exact"),
     "llama-8b-lora-32k": Card(partial(llama_8b, True, 32768), 40, 37, tile="exact"),
+    "llama-8b-lora-32k-24gib": Card(partial(llama_8b, True, 32768), 24, 22, tile="exact", larger=True, offload="host"),
     "llama-8b": Card(partial(llama_8b, False, 8192), 80, 75),
     "llama-8b-lora-12gib": Card(partial(llama_8b, True, 2048), 12, 10, larger=True, offload="host"),
     "llama-70b-lora-24gib": Card(partial(llama_70b, 2048), 24, 22, larger=True, offload="host"),
