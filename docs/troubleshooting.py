@@ -229,6 +229,11 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "step takes more bytes than predicted.",
         "Do what the line says.",
     ),
+    ("session/parked_weights.py", "MemOpt: an observed step has no memory left"): (
+        "The step took more than the device has, with all saved tensors dropped that can be. Weights make room for it.",
+        "Nothing. That step takes longer, and later ones begin so. `to_device` leaves weights in the host's memory from the "
+        "beginning.",
+    ),
     ("session/parked_weights.py", "MemOpt: weights stay in the tier, and are read there"): (
         "The run is over, and the device has no room for what it parked. Bits are right; reads of such weights take longer.",
         "Nothing, or free memory of the device before the run ends.",

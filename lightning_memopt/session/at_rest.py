@@ -134,6 +134,7 @@ class AtRest(Part):
     """What a session parks of what rests.
 
     states, weights: the parts that move it.
+    park_more: parks weights where the device has no memory for an observed step (`WeightsAtRest`); None if nothing is parked.
     steps, planned_nbytes: the steps of the plans in force so far, and the bytes that they moved, out and back.
     """
 
@@ -156,6 +157,7 @@ class AtRest(Part):
         self.weights = WeightsAtRest(model, offloading, alone, say, parts, written)
         self.states = StatesAtRest(model, optimizers, offloading, alone, say, parts, kept)
         self.weights.in_chunks = self.states.in_chunks
+        self.park_more = self.weights.park_more if offloading.tier else None
         self._offloading = offloading
         self._observed: tuple[StateParking, ...] = ()
         self._recent = deque[list[Plan]](maxlen=_RECENT)  # of the last steps

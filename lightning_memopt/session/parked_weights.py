@@ -92,6 +92,23 @@ class WeightsAtRest(Part):
         """The weights of these modules are parked from now on, and no others. There is no plan yet."""
         self._put(paths, ())
 
+    def park_more(self) -> int:
+        """The device has no memory for an op of an observed step: park half of the weights that can be and are not yet. Returns
+        their bytes in the tier.
+        """
+        units, before_nbytes = self.may_be_parked(), self.tier_nbytes
+        there = [path for path in units if self.parked is None or path not in self.parked.paths]
+        if there:
+            self.put_modules((*self._now[0], *there[: (len(there) + 1) // 2]))
+        left_nbytes = self.tier_nbytes - before_nbytes
+        if left_nbytes > 0:
+            self._say_once(
+                f"MemOpt: an observed step has no memory left: weights leave the device ({format_nbytes(left_nbytes)} so far), "
+                "and are there only while their module runs",
+                "no memory",
+            )
+        return left_nbytes
+
     def _put(self, paths: tuple[str, ...], weights: tuple[WeightParking, ...]) -> None:
         now = [(id(p), storage_id(p), p.requires_grad) for p in self.model.parameters()] if paths else []
         if (paths, weights, now) == self._now:

@@ -417,7 +417,7 @@ class Session:
             if isinstance(state, Observing) and not state.graphs:
                 self._observed_step.announce(state, self.device, self.budget_nbytes, self.say)
             limit_nbytes = self._plan_cache.limit_nbytes(self._sequence.expected, self._limit_nbytes)
-            self._observed_step.begin(state, self.device, limit_nbytes, gradients=bool(self._offloading.tier))
+            self._observed_step.begin(state, self.device, limit_nbytes, self._at_rest.park_more)
         self.silence.forward(backward, WAITS if waits else None)
         self._ends.observing()
         if waits:

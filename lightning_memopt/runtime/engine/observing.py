@@ -113,6 +113,7 @@ class ObservingEngine(Engine):
     written_over: storages of starts that were overwritten after the forward, or between two calls of it.
     rebuilt: versions that rebuilds made, by id. Dropped ones are removed when bytes are counted.
     on_rebuilt: called with each version that was rebuilt.
+    exhausted: called where nothing is left to evict. Returns whether it has freed other memory.
     units: the units of a sharded model; None for other models.
     hidden: context around allocations for rebuilds. The tracer must not count these: the user's step would not make them.
     """
@@ -147,6 +148,7 @@ class ObservingEngine(Engine):
         self.written_over: set[int] = set()
         self.rebuilt: dict[int, Version] = {}
         self.on_rebuilt: Callable[[Version], None] = lambda _: None
+        self.exhausted: Callable[[], bool] = lambda: False
         self.units: Units | None = None
         self.hidden: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._calls: dict[int, Call] = {}
@@ -337,10 +339,9 @@ class ObservingEngine(Engine):
             self._evict_while(lambda: pressure() > 0, spare)
 
     def gives_way(self) -> bool:
-        half_nbytes = self._evictable_nbytes() // 2
-        before = self.evictions
+        half_nbytes, before = self._evictable_nbytes() // 2, self.evictions
         self._evict_while(lambda: self._evictable_nbytes() > half_nbytes)
-        return self.evictions > before
+        return self.evictions > before or self.exhausted()
 
     def _evictable_nbytes(self) -> int:
         return sum(version.nbytes for version in self.evictable.values())

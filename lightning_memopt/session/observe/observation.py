@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from operator import attrgetter
 from threading import get_ident
@@ -77,6 +77,8 @@ class Observation:
     recompute: ops may run again. Otherwise nothing is evicted or verified, and no op of the graph is recomputable.
     one_of_many: the observed forward is one of many whose graphs are held; none has early updates.
     gradients: is told of those that cannot be parked. The graph names the others (`Graph.gradients`), unless this is None.
+    park_more: called where the device has no memory for an op and nothing is left to evict. Returns the bytes of weights that
+        have left the device.
     finals: where gradients became final; tensors are storage versions of the tape.
     copies: the points at which DistributedDataParallel copied reduced gradients back.
     events: the allocator's events in this round; None where it is not metered.
@@ -98,12 +100,14 @@ class Observation:
         one_of_many: bool = False,
         overwritten: set[int] | None = None,
         gradients: Kept | None = None,
+        park_more: Callable[[], int] = int,
     ) -> None:
         self.model, self.optimizers, self.device = model, optimizers, device
         self.limit_nbytes, self.verify, self.meter = limit_nbytes, verify, meter
         self.fixed, self.finals, self.recompute = fixed, list[Final](), recompute
         self.one_of_many, self._rest = one_of_many, contextlib.ExitStack()
         self.gradients, self.evicted = gradients, False
+        self.park_more = park_more
         self._accumulated: Accumulated | None = None
         self.copies = range(0)
         self._weights: dict[int, torch.Tensor] | None = None  # of this round: id of a sharded parameter -> its gathered weight
@@ -137,6 +141,7 @@ class Observation:
         bound = Bound(self._live_nbytes, self._unrebuilt_nbytes, self.limit_nbytes)
         engine = ObservingEngine(tracer, self._pressure if evicts else None, self.verify and self.recompute, bound)
         recorder = Recorder(engine.tape, engine, tracer)
+        engine.exhausted = self._exhausted
         engine.on_rebuilt = lambda version: recorder.recognise(version, version.holding.value)
         recorder.fixed = self.fixed
         recorder.writes = self._writes
@@ -371,6 +376,12 @@ class Observation:
         if self._counter is not None:
             return self._counter.live_nbytes + tracer.uncounted_nbytes - self._away_nbytes
         return tracer.live_nbytes + engine.rebuilt_nbytes() + tracer.states_nbytes - self._away_nbytes
+
+    def _exhausted(self) -> bool:
+        left_nbytes = self.park_more()
+        if self._counter is None:
+            self._away_nbytes += left_nbytes
+        return left_nbytes > 0
 
     def _unrebuilt_nbytes(self) -> int:
         """Those of them that neither rebuilds nor the states of generators take."""

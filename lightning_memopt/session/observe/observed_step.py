@@ -66,9 +66,13 @@ class ObservedStep:
             )
 
     def begin(
-        self, state: Observing | Waiting, device: torch.device, limit_nbytes: int | None, gradients: bool = False
+        self,
+        state: Observing | Waiting,
+        device: torch.device,
+        limit_nbytes: int | None,
+        park_more: Callable[[], int] | None = None,
     ) -> Observation:
-        """A step of this state begins to be observed. `gradients`: a plan may park them."""
+        """A step of this state begins to be observed. `park_more`: see `Observation`; None if no plan parks what rests."""
         take_workspaces(self._model, device)
         verify = meter = False
         fixed: frozenset[int] = frozenset()
@@ -89,7 +93,8 @@ class ObservedStep:
             self._config.recompute,
             one_of_many=self.effort.looks_at_last and not early,
             overwritten=self.overwritten,
-            gradients=self.kept if gradients or self._config.profile_steps >= ONLY_OBSERVED else None,
+            gradients=self.kept if park_more or self._config.profile_steps >= ONLY_OBSERVED else None,
+            park_more=park_more or int,
         )
         return self.now
 
