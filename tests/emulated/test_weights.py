@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from lightning_memopt.runtime import install_native
 from lightning_memopt.runtime.parked_weights import ParkedWeights
 from lightning_memopt.runtime.tiers.shelf import is_away
 from tests.cpu.lib.parked import parked_of
+from tests.cpu.lib.said import listening
 from tests.emulated import device
 
 is_judged = device.is_emulated() and device.is_bits()
@@ -44,7 +46,7 @@ def model_of() -> nn.Module:
     return nn.Sequential(*(Block() for _ in range(6)))
 
 
-def train(model: nn.Module, budget: Any, early: str = "auto", **options: Any) -> tuple[list[Tensor], Any]:
+def train(model: nn.Module, budget: Any, early: str = "auto", batch: int = 64, **options: Any) -> tuple[list[Tensor], Any]:
     """The losses and weights of some steps, and the run's status. `early`: whether parameters are updated in backward."""
     torch.manual_seed(1)
     optimizer = optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
@@ -53,7 +55,7 @@ def train(model: nn.Module, budget: Any, early: str = "auto", **options: Any) ->
     def loop(last: Any = contextlib.nullcontext) -> None:
         for _ in range(7):
             optimizer.zero_grad()
-            loss = model(torch.randn(64, 256, device="cuda")).square().mean()
+            loss = model(torch.randn(batch, 256, device="cuda")).square().mean()
             with last():
                 loss.backward()
             optimizer.step()
@@ -100,6 +102,24 @@ def test_a_model_that_never_was_on_the_card() -> None:
     assert (
         status.measured_peak_nbytes == status.predicted_peak_nbytes <= 28 * MIB < outside.nbytes + sum(p.nbytes for p in frozen)
     )
+
+
+def test_weights_make_room_for_an_observed_step() -> None:
+    """The card has room for the weights, and for little else: they leave while the first step runs."""
+    plain, _ = train(model_of().cuda(), None, batch=512)
+    model = model_of().cuda()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before, room = device.races(), torch.cuda.memory_reserved() + 22 * MIB  # one segment of large blocks takes 20
+    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        with listening() as said:
+            found, status = train(model, room, offload="host", batch=512)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert said.taken().count("MemOpt: an observed step has no memory left: weights leave") == 1
+    assert equal(found, plain) and device.races() == before
+    assert status.plan.weights and status.measured_peak_nbytes == status.predicted_peak_nbytes
 
 
 def test_weights_are_copied_while_another_module_computes() -> None:

@@ -148,7 +148,7 @@ class ObservingEngine(Engine):
         self.written_over: set[int] = set()
         self.rebuilt: dict[int, Version] = {}
         self.on_rebuilt: Callable[[Version], None] = lambda _: None
-        self.exhausted: Callable[[], bool] = lambda: False
+        self.exhausted: Callable[[], bool] = bool
         self.units: Units | None = None
         self.hidden: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._calls: dict[int, Call] = {}
@@ -347,27 +347,27 @@ class ObservingEngine(Engine):
         return sum(version.nbytes for version in self.evictable.values())
 
     def _evict_while(self, wanted: Callable[[], bool], spare: Version | None = None) -> None:
-        while self.evictable and wanted():
-            candidates = [v for v in self.evictable.values() if v is not spare]
-            version = next_evicted(candidates, self.clock, self.tape.versions)
-            if version is None:
-                return
-            if self.bound is not None and not self.surplus.gives_back(version, self.evictable):  # else it would free nothing
-                self.evictable.pop(version.id)
-                continue
-            self.evict(version)
+        with contextlib.suppress(torch.OutOfMemoryError):  # not even for a checksum
+            while self.evictable and wanted():
+                candidates = [v for v in self.evictable.values() if v is not spare]
+                version = next_evicted(candidates, self.clock, self.tape.versions)
+                if version is None:
+                    return
+                if self.bound is not None and not self.surplus.gives_back(version, self.evictable):  # it would free nothing
+                    self.evictable.pop(version.id)
+                    continue
+                self.evict(version)
 
     def evict(self, version: Version) -> None:
         """Take a checksum of a version and drop its bytes."""
-        self.evictable.pop(version.id, None)
         value = version.holding.value
-        if value is None:
-            return
-        if version.id not in self.sums:
+        if value is not None and version.id not in self.sums:
             with below_autograd(), self.hidden():
                 self.sums[version.id] = checksum(value)
-        version.holding.drop()
-        self.evictions += 1
+        self.evictable.pop(version.id, None)
+        if value is not None:
+            version.holding.drop()
+            self.evictions += 1
 
     # -- backward ----------------------------------------------------------------------------------
 

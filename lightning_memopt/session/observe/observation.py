@@ -417,7 +417,7 @@ class Observation:
             self.evicted = self.evicted or engine.evictions > 0
             # autograd may keep the engine (a second backward, or none), but the engine must not keep the tracer
             engine.events = engine.pressure = engine.bound = None
-            engine.on_rebuilt = _nothing
+            engine.on_rebuilt, engine.exhausted = _nothing, bool
             tracer.close()
             recorder.forget()
             recorder.observer = recorder.writes = recorder.runs = None
