@@ -253,24 +253,8 @@ class Techniques:
             self._at_rest[key] = replace(solved, tiles=base.tiles)
         joint = self._joint(card, self._at_rest[key], config, rates, parked.rests.tier_nbytes)
         found = replace(joint, graph=replace(joint.graph, copies=parked.graph.copies), rests=parked.rests)
-        self._least[id(found)] = partial(self._least_parked, card, timed, found, parked)
+        self._least[id(found)] = partial(_least_parked, card, timed, found, parked)
         return found
-
-    def _least_parked(self, card: Card, graph: Graph, frontier: Frontier, parked: Parked) -> Frontier | None:
-        """A plan of this frontier, with as little parked as the card has room for; None if that is everything. `graph`: with
-        nothing parked. `parked`: everything.
-        """
-
-        def alone(some: Rests, plan: Plan) -> Frontier:
-            less = Parked.only(graph, some, parked.chunks)
-            one = planner.of_one(less.graph, (plan.solver, plan.lives), frontier.machine)
-            return replace(one, rests=less.rests, tiles=frontier.tiles)
-
-        def needed_nbytes(some: Rests, plan: Plan) -> int:
-            return alone(some, plan).smallest_nbytes
-
-        found = least_parked(frontier, parked.rests, parked.chunks, card.usable_nbytes, needed_nbytes)
-        return None if found is None else alone(*found)
 
     def _best(self, card: Card, frontiers: Sequence[Frontier]) -> Found:
         """The fastest plan that fits, or the smallest one."""
@@ -440,6 +424,23 @@ class Techniques:
     @property
     def _sizes(self) -> tuple[int, int]:
         return self._source.batch or 1, self._source.length or 1
+
+
+def _least_parked(card: Card, graph: Graph, frontier: Frontier, parked: Parked) -> Frontier | None:
+    """A plan of this frontier, with as little parked as the card has room for; None if that is everything. `graph`: with
+    nothing parked. `parked`: everything.
+    """
+
+    def alone(some: Rests, plan: Plan) -> Frontier:
+        less = Parked.only(graph, some, parked.chunks)
+        one = planner.of_one(less.graph, (plan.solver, plan.lives), frontier.machine)
+        return replace(one, rests=less.rests, tiles=frontier.tiles)
+
+    def needed_nbytes(some: Rests, plan: Plan) -> int:
+        return alone(some, plan).smallest_nbytes
+
+    found = least_parked(frontier, parked.rests, parked.chunks, card.usable_nbytes, needed_nbytes)
+    return None if found is None else alone(*found)
 
 
 def _some(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
