@@ -5,6 +5,7 @@ Tests that cannot be judged there are skipped, each with a reason, and a run in 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -55,6 +56,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for reason in _reasons(item.nodeid):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_runtest_setup() -> None:
+    gc.collect()  # plain training leaves cycles that hold the model, and tests count what is allocated
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -18,6 +18,7 @@ from lightning_memopt.native import engine
 from lightning_memopt.plan.rates import Link, MachineRates
 from lightning_memopt.session import times
 from lightning_memopt.session.parked_states import StatesAtRest
+from lightning_memopt.session.parked_weights import WeightsAtRest
 from lightning_memopt.units import format_nbytes, round_up
 from tests.cpu.lib.times import Known
 from tests.emulated import device
@@ -37,9 +38,10 @@ _plain: dict[tuple[str, bool], Trained] = {}
 
 
 @pytest.fixture(autouse=True)
-def gradients_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests are about saved tensors (gradients: test_gradients.py)."""
-    monkeypatch.setattr(StatesAtRest, "_parameters", lambda self: iter(()))
+def what_rests_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests are about saved tensors (the others: test_states.py, test_gradients.py, test_weights.py)."""
+    monkeypatch.setattr(StatesAtRest, "found", lambda *_, **__: [])
+    monkeypatch.setattr(WeightsAtRest, "found", lambda *_, **__: [])
 
 
 class Linked(Known):
