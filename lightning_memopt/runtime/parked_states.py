@@ -52,6 +52,9 @@ from lightning_memopt.runtime.tiers.shelf import unobserved
 from lightning_memopt.runtime.tiers.streams import empty_storage, wait_on_host
 from lightning_memopt.torch_private import gradient_of, queue_callback
 
+Sizes = Mapping[torch.Tensor, int]
+"""Parameter -> bytes that are parked of it."""
+
 
 def is_any_parked() -> bool:
     """Whether state of any optimizer is parked between its updates."""
@@ -84,7 +87,7 @@ class ParkedStates:
     def __init__(
         self,
         optimizer: optim.Optimizer,
-        parameters: Mapping[torch.Tensor, int],
+        parameters: Sizes,
         depot: Depot,
         tier: str,
         say: Callable[[str], None],
@@ -179,13 +182,26 @@ class ParkedStates:
         for device in {p.device for p in parameters}:
             wait_on_host(device)
 
+    def add(self, parameters: Sizes, gradients: Sizes, parked: Callable[[optim.Optimizer, Sizes], Any]) -> None:
+        """These are parked from now on: all that were, and others. `parked`: returns such ParkedGradients, or None."""
+        self.parameters = list(parameters)
+        self._nbytes = {id(p): nbytes for p, nbytes in parameters.items()}
+        if len(gradients) > (0 if self._gradients is None else len(self._gradients.places)):
+            self._close_gradients()
+            self._gradients = parked(self.optimizer, gradients)
+
+    def _close_gradients(self) -> None:
+        if self._gradients is not None:
+            self._moved_nbytes += self._gradients.moved_nbytes
+            self._gradients.close()
+            self._gradients = None
+
     def keep(self, states: Collection[torch.Tensor], gradients: Collection[torch.Tensor]) -> None:
         """From now on, only the state and the gradients of these parameters are parked."""
         if self._gradients is not None:
             self._gradients.keep(gradients)
             if not self._gradients.places:
-                self._gradients.close()
-                self._gradients = None
+                self._close_gradients()
         goes, self.parameters = self.parameters, [p for p in self.parameters if p in states]
         self._nbytes = {id(p): self._nbytes[id(p)] for p in self.parameters}
         self._fetch([p for p in goes if p not in states])
@@ -194,9 +210,7 @@ class ParkedStates:
         """Nothing is parked any more, as far as the device has room for it. May be called again. Returns whether all is there:
         otherwise it stays in the tier, and comes back as it is read.
         """
-        if self._gradients is not None:
-            self._gradients.close()
-            self._gradients = None
+        self._close_gradients()
         self._listening.close()
         self._leave()
         has_room = _have_room(state for p in self.parameters if type(state := self.optimizer.state.get(p)) is ParkedState)

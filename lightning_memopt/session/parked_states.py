@@ -86,6 +86,7 @@ class StatesAtRest(Part):
         self._states: tuple[StateParking, ...] = ()
         self._trained = frozenset[int]()
         self._depot = Depot()
+        self._room_nbytes = 0  # of a tier for what is not in one yet
         self._parked: list[ParkedStates] = []
         self._compiled = self._hooked = False
         self._moved_nbytes = 0
@@ -108,6 +109,8 @@ class StatesAtRest(Part):
                 named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
                 for each in self._parked if len(wanted) < len(now) else ():
                     each.keep(*(_of(states, what, named).keys() for what in get_args(Read)))
+            elif now and now.items() <= wanted.items() and self._have_chunks(trained) and self._have(states):
+                self._grow(states, weights, trained)
             else:
                 self.close()
                 self._begin(states, weights, trained)
@@ -122,6 +125,11 @@ class StatesAtRest(Part):
         """Whether the optimizers of all of these parameters get them in chunks already."""
         known = {id(p) for each in self._parked for p in parameters_of(each.optimizer)}
         return trained <= known
+
+    def _have(self, states: tuple[StateParking, ...]) -> bool:
+        """Whether the optimizers of all of these states get their parameters in chunks already."""
+        named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
+        return self._have_chunks({id(named[state.parameter]) for state in states if state.parameter in named})
 
     def update_begins(self, optimizer: optim.Optimizer, own: bool, closure: bool) -> None:
         if own and in_compiled_code():  # its step reads state where we do not see it
@@ -169,10 +177,10 @@ class StatesAtRest(Part):
             return
         named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
         of_state, of_gradient = (_of(states, what, named) for what in get_args(Read))
-        tier, room = self.offloading.tier, sum(state.tier_nbytes for state in states if state.what == "state")
+        tier, self._room_nbytes = self.offloading.tier, _tier_nbytes_of(states)
 
         def new_tier(name: str) -> Tier:
-            return self.offloading.depots.tier(name, room)
+            return self.offloading.depots.tier(name, self._room_nbytes)
 
         self._depot = Depot(more=new_tier)  # what it refuses stays on the device
         for optimizer in self.optimizers:
@@ -182,6 +190,18 @@ class StatesAtRest(Part):
             if state or gradient or not trained.isdisjoint(map(id, own)):
                 parked_gradients = self._gradients(optimizer, gradient)
                 self._parked.append(ParkedStates(optimizer, state, self._depot, tier, self._say, parked_gradients, weights))
+
+    def _grow(self, states: tuple[StateParking, ...], weights: ParkedWeights | None, trained: frozenset[int]) -> None:
+        """These states are parked from now on: those that are already, which stay away meanwhile, and others."""
+        self._room_nbytes = _tier_nbytes_of(states) - _tier_nbytes_of(self._states)
+        self._states, self._trained = states, trained
+        named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
+        of_state, of_gradient = (_of(states, what, named) for what in get_args(Read))
+        for each in self._parked:
+            own = parameters_of(each.optimizer)
+            each.weights = weights
+            gradients = {p: of_gradient.pop(p) for p in own if p in of_gradient}
+            each.add({p: of_state[p] for p in own if p in of_state}, gradients, self._gradients)
 
     def _copy_beside_backward(self) -> None:
         """Copies run beside backward where the states say so, unless a module has hooks there, which may write what is being
@@ -364,6 +384,11 @@ class StatesAtRest(Part):
 
 def _nbytes_of(states: Sequence[StateParking]) -> dict[tuple[str, str, str], int]:
     return {(state.tier, state.what, state.parameter): state.nbytes for state in states}
+
+
+def _tier_nbytes_of(states: Sequence[StateParking]) -> int:
+    """Bytes of a tier that optimizer state takes. Gradients have tiers of their own."""
+    return sum(state.tier_nbytes for state in states if state.what == "state")
 
 
 def _of(states: Sequence[StateParking], what: Read, named: Mapping[str, torch.Tensor]) -> dict[torch.Tensor, int]:
