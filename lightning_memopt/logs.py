@@ -20,6 +20,8 @@ import sys
 from collections.abc import Callable
 
 LOGGER = logging.getLogger("lightning_memopt")
+Say = Callable[[str], None]
+"""Tells the user a line."""
 
 
 def say(text: str) -> None:

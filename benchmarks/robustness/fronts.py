@@ -146,7 +146,7 @@ def page(results: dict[str, Any]) -> str:
         "",
         "Every front trains five tiny models for 20 steps in fp32 and bf16: plainly, with accumulation, clipping, a schedule, "
         "an average of the weights, resumed from the checkpoint of the plain run, and resumed by the plain run. The budget is "
-        "what is there between the steps of the plain run, and half of what a step has on top.",
+        "the bytes held between the steps of the plain run, plus half of what a step adds.",
         "*Exact*: losses, parameters, buffers, averages, optimizer state and generators are the plain run's bits. *Kept*: "
         "the peak of every planned step is within the budget, by a count of torch's allocator that is not in this package. "
         "*Off*: by how much the largest peak of a planned step differs from its prediction. *Peak*: planned, as a share of the "

@@ -20,10 +20,9 @@ from lightning_memopt.bench.rows import Reference, Row, measured, said
 from lightning_memopt.bench.subject import Subject, Training
 from lightning_memopt.device.backends import backend_of
 from lightning_memopt.errors import MemOptError
+from lightning_memopt.logs import Say
 from lightning_memopt.native import engine
 from lightning_memopt.runtime import install_native
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

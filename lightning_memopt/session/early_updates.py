@@ -92,7 +92,7 @@ class EarlyUpdating(Part):
     """Early updates for one model and its one optimizer.
 
     always: raise where early updates are not possible; else `say` so.
-    reasons: why the adapter forbids them; called again before every step.
+    reasons: why the front forbids them; called again before every step.
     updates: steps single parameters in backward.
     learnt: names of the parameters that observed steps allow to update early.
     late: names of the parameters that must be updated as usual, whatever `learnt` says.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -15,6 +14,7 @@ from lightning_memopt.cxx import BuildError
 from lightning_memopt.device.backends import current_stream
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.device.places import on_host
+from lightning_memopt.logs import Say
 from lightning_memopt.plan import Addresses
 from lightning_memopt.runtime.pool import ALIGNMENT, LoggedStep, PoolStatus, PoolWindows, Solve, StreamWindows
 from lightning_memopt.session.judge.states import Running
@@ -22,7 +22,6 @@ from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.solvers.placement import Buffer, place_cyclic
 from lightning_memopt.units import format_nbytes
 
-Say = Callable[[str], None]
 _SECONDS = 5.0
 _LEAST_SECONDS = 0.1
 """Maximum and minimum seconds of a search for the addresses of one step."""

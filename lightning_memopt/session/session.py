@@ -145,7 +145,7 @@ class Session:
             raise
 
     def update_in_backward(self, reasons: Callable[[], Iterable[Reason]] = tuple) -> None:
-        """Do what `optimizer_in_backward` says (`wanted`). `reasons`: why the adapter forbids early updates."""
+        """Do what `optimizer_in_backward` says (`wanted`). `reasons`: why the front forbids early updates."""
         early = wanted(self.model, self.optimizers, self.config, reasons, self.say) if self.enabled else None
         self._parts.drop(self._early)
         self._early = None if early is None else self._parts.add(early, first=True)  # it may raise, and must be ended

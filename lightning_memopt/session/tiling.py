@@ -20,6 +20,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.device.backends import backend_of
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
+from lightning_memopt.logs import Say
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import Machine, TiledHead
 from lightning_memopt.plan.logits import are_worth_tiles, head_of, logits
@@ -60,7 +61,6 @@ _UNKNOWN_NBYTES = 1 << 62
 _LOSS_NBYTES = 16
 """Bytes that a loss takes for each score, as it is: in float32 the score, its log-probability, and a gradient of each."""
 AnyRecording = TypeVar("AnyRecording", bound=Recording)
-Say = Callable[[str], None]
 Solve = Callable[[Graph], Solved]
 _OTHER = LossHead(phase="whole")
 """What is known of the steps of all signatures after the first ones."""
@@ -94,11 +94,11 @@ class Tiling(Part):
     Many methods: one for each moment of a step, and for each phase in which a head is looked at, proven, and chosen.
     """
 
-    def __init__(self, model: nn.Module, config: MemOptConfig, meetings: Agreement, say: Say, parts: Parts) -> None:
-        """`meetings`: where ranks that train together decide. `parts`: those of the session; it is one if it is wanted."""
+    def __init__(self, model: nn.Module, config: MemOptConfig, agreement: Agreement, say: Say, parts: Parts) -> None:
+        """`agreement`: where ranks that train together decide. `parts`: those of the session; it is one if it is wanted."""
         self._model = model
         self._config = config
-        self._meetings = meetings
+        self._agreement = agreement
         self._say = say
         self._wanted = config.tile != "off"
         if self._wanted:
@@ -298,14 +298,14 @@ class Tiling(Part):
     def observes_again(self, state: Observing, graph: Graph, limit_nbytes: int | None, machine: Machine) -> bool:
         """A step of this state was observed. Returns whether another one must be, before a plan is made."""
         now = self._now
-        if now.phase == "look" and not state.plans_next and not self._meetings.alone:
+        if now.phase == "look" and not state.plans_next and not self._agreement.alone:
             return False  # ranks look together, at the step of which they would plan
         own = self._shown(now, graph, limit_nbytes, machine)
-        together = self._meetings.known(own)
+        together = self._agreement.known(own)
         known = own if together is None else together
-        again = self._wanted and now.follows(known, self._meetings.alone, self._tell)
+        again = self._wanted and now.follows(known, self._agreement.alone, self._tell)
         if again and together is not None:
-            self._meetings.observes_again()
+            self._agreement.observes_again()
         return again
 
     def _shown(self, now: LossHead, graph: Graph, limit_nbytes: int | None, machine: Machine) -> Known:
@@ -319,7 +319,7 @@ class Tiling(Part):
             peak_nbytes = unmodified_peak(graph, machine)
             too_large = limit_nbytes is None or peak_nbytes > limit_nbytes
             needed = now.proved or (too_large and are_worth_tiles(graph, peak_nbytes))
-            if needed or not self._meetings.alone:
+            if needed or not self._agreement.alone:
                 return now.looked(graph, self._model, needed, self._cannot)
             return Known("look")
         if now.phase == "prove":

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from lightning_memopt.logs import Say
 from lightning_memopt.native import CudaAllocator, StreamPool
 from lightning_memopt.plan import Addresses
 from lightning_memopt.runtime.pool.windows import Counts, Decided, PoolStatus, PoolWindows, Solve
-
-Say = Callable[[str], None]
 
 
 class StreamWindows:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.graph import Graph
+from lightning_memopt.logs import Say
 from lightning_memopt.plan import Plan
 from lightning_memopt.session import times
 from lightning_memopt.session.cache import longer
@@ -19,7 +20,7 @@ from lightning_memopt.session.cache.solves import Solves
 from lightning_memopt.session.forward.shapes import Signature, alike, elements, goes_on_as, times_larger
 from lightning_memopt.session.judge.states import Running, Solve, State, after_observing
 from lightning_memopt.session.observe.failed import Failed
-from lightning_memopt.session.observe.observing import Observing, Say, Waiting
+from lightning_memopt.session.observe.observing import Observing, Waiting
 from lightning_memopt.session.observe.silence import WAITS
 
 PLANS = 16
@@ -92,7 +93,7 @@ class PlanCache(dict[Signature, State]):
 
     def _entered(self, signature: Signature, steps: int, state: State | None) -> State:
         """The state after `state` when a forward begins. While this runs, the signature is not in the cache."""
-        if isinstance(state, Running) and state.drift.overtaken:  # the step that raised may not have ended
+        if isinstance(state, Running) and state.drift.inputs_changed:  # the step that raised may not have ended
             state = state.observed_again()
         if isinstance(state, Running) and state.lender is not None and self._wasted(signature, state.lender):
             return self._begins(signature, 1)

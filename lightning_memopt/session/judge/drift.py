@@ -30,7 +30,7 @@ class Drift:
         self.deviations: list[PlanDeviation] = []
 
     @property
-    def overtaken(self) -> frozenset[int]:
+    def inputs_changed(self) -> frozenset[int]:
         """Ops that the plan runs again although a step changed their inputs too early: the backward of that step raised."""
         changed = set[int]()
         for deviation in self.deviations:

@@ -1,17 +1,33 @@
 """The states of an input signature, and how one state follows another. `say` tells the user a line.
 
-    state       meaning                                               next state
-    Waiting     no plan is made now: every step is observed and       Observing, when a plan may be made;
-                kept within the budget by eviction (longer.py)        Running, when a plan can be borrowed
-    Observing   `steps` real steps are recorded                       Running, when a plan was solved for them;
-                                                                      Failed, when every step has another forward
-    Running     a plan is in force, the signature's own or borrowed   Running with a smaller plan, when a step was measured
-                                                                      above the budget;
-                                                                      Observing, when forwards in a row deviated from the
-                                                                      plan, or a step changed tensors that rebuilds read, or
-                                                                      no plan was searched for and a step was above the budget;
-                                                                      Waiting, when a borrowed plan does not serve
-    Failed      the model trains without a plan (failed.py)           none
+    state      next state   when                                                        decided in
+
+    Waiting: no plan is made now; eviction keeps every step within the budget (cache/longer.py)
+               Observing    a plan may be made                                          PlanCache, as a forward begins
+               Running      another signature's plan can be borrowed                    PlanCache, as a forward begins
+
+    Observing: `steps` real steps are recorded
+               Observing    the forward differs from the steps before                   Observing.add
+               Observing    compiled regions, or tiles, are to run in another way       CompiledRegions, Tiling
+               Running      a plan was solved for the steps                             after_observing
+               Running      a signature like it had a plan first; its plan is borrowed  PlanCache, as a forward begins
+               Running      it was a step larger than planned, and shows nothing new:   after_observing
+                            the plan before it comes back
+               Failed       every step has another forward                              Observing.add
+
+    Running: a plan is in force, the signature's own or a borrowed one
+               Running      a step was measured above the budget, and there is a        Running.measured
+                            smaller plan
+               Observing    a step took more than predicted, and another may            Running.measured, step_ended
+               Observing    forwards in a row deviated from the plan                    Running.step_ended
+               Observing    a step changed tensors that rebuilds read                   Running.step_ended, PlanCache
+               Observing    the borrowed plan is for much larger batches                PlanCache, as a forward begins
+               Waiting      a borrowed plan does not serve                              Running.step_ended, measured
+
+    Failed: the model trains without a plan (failed.py)
+
+    A move of the model to another device, and optimizers that replace those of the run, drop the states of all signatures
+    (`Session._has_changed`, `trained_by`).
 
 With early updates, `Observing` begins with one more step: it shows which gradients are final early, and no plan is made of it.
 A signature is forgotten when too many others were used after it (plan_cache.py).
@@ -28,6 +44,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import MemOptError
 from lightning_memopt.graph import Graph, unmodified_levels
+from lightning_memopt.logs import Say
 from lightning_memopt.plan import Plan, early, names_of
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
 from lightning_memopt.runtime.parked import Depot
@@ -36,7 +53,7 @@ from lightning_memopt.session.judge.held import beside, with_held
 from lightning_memopt.session.judge.patience import PATIENCE
 from lightning_memopt.session.judge.peaks import Peaks
 from lightning_memopt.session.observe.failed import Failed
-from lightning_memopt.session.observe.observing import Observing, Say, Waiting
+from lightning_memopt.session.observe.observing import Observing, Waiting
 from lightning_memopt.session.observe.recurring import Recurring
 from lightning_memopt.session.solve.advice import advice
 from lightning_memopt.session.solve.solving import Solved, budget_for
@@ -182,7 +199,7 @@ class Running:
         """
         self.peaks.steps += 1
         past, drift = self.past, self.drift
-        if drift.overtaken:
+        if drift.inputs_changed:
             return self.observed_again()
         if drift.step_ended():
             self.peaks.measure_next()
@@ -219,7 +236,7 @@ class Running:
 
     def observed_again(self) -> Observing:
         """The state after a step that changed starts of rebuilds: the next plan keeps the results of the ops that read them."""
-        return Observing(1, again=self.past.again, fixed=self.drift.overtaken)
+        return Observing(1, again=self.past.again, fixed=self.drift.inputs_changed)
 
     def measured(
         self, peak_nbytes: int, base_nbytes: int | None, budget_nbytes: int | None, config: MemOptConfig, say: Say

@@ -10,6 +10,7 @@ from torch import nn
 from lightning_memopt.config import ONLY_OBSERVED, MemOptConfig
 from lightning_memopt.device.places import is_on
 from lightning_memopt.graph import Graph
+from lightning_memopt.logs import Say
 from lightning_memopt.record import Recorder
 from lightning_memopt.session.forward.recording import Recording
 from lightning_memopt.session.observe.accumulated import Kept
@@ -21,7 +22,6 @@ from lightning_memopt.session.observe.workspaces import take_workspaces
 from lightning_memopt.torch_private import current_mode, current_modes
 from lightning_memopt.units import format_nbytes
 
-Say = Callable[[str], None]
 _ANNOUNCED = 4
 """Maximum number of lines in a run that announce observed steps: there may be a state for each of many shapes."""
 _IDLE = 3

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lightning_memopt.graph import Graph
+from lightning_memopt.logs import Say
 from lightning_memopt.session.observe.covering import covering
 from lightning_memopt.session.observe.failed import Failed
 from lightning_memopt.session.observe.graphs import common, difference, smoothed
 from lightning_memopt.session.observe.recurring import Recurring
-
-Say = Callable[[str], None]
 
 
 @dataclass(eq=False)

@@ -27,6 +27,7 @@ from lightning_memopt import logs
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.errors import InfeasibleError, RankFailedError, UpdatesInBackwardError
 from lightning_memopt.graph import Graph
+from lightning_memopt.logs import Say
 from lightning_memopt.plan import Machine
 from lightning_memopt.ranks import Ranks, joins, ranks_of
 from lightning_memopt.session.parking.offloading import Offloading
@@ -38,7 +39,7 @@ from lightning_memopt.session.regions.region_choice import Option
 from lightning_memopt.session.regions.shared_regions import Shown
 from lightning_memopt.session.solve import solving
 from lightning_memopt.session.solve.foreseen import Foreseen
-from lightning_memopt.session.solve.solving import Say, Solved
+from lightning_memopt.session.solve.solving import Solved
 from lightning_memopt.units import format_nbytes
 
 _MORE_STEPS = 3

@@ -14,13 +14,14 @@ from typing import Any
 
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph, fingerprint
+from lightning_memopt.logs import Say
 from lightning_memopt.plan import Machine
 from lightning_memopt.plan.files import fields_of, plan_of_fields
 from lightning_memopt.ranks import Ranks
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.solve import solving
 from lightning_memopt.session.solve.foreseen import Foreseen
-from lightning_memopt.session.solve.solving import Say, Solved
+from lightning_memopt.session.solve.solving import Solved
 from lightning_memopt.solvers.planner import Candidate, Frontier
 
 NOTHING: dict[str, Any] = {"graph": ""}

@@ -92,16 +92,16 @@ class CompiledRegions(Part):
         config: MemOptConfig,
         budget_nbytes: int | None,
         enabled: bool,
-        meetings: Meetings,
+        agreement: Meetings,
         given: tuple[RegionPlan, ...] = (),
     ) -> None:
         """`given`: the regions of a plan that the user gave. They are compiled as it says."""
-        sharded = not meetings.alone and bool(units_of(model))
-        self._enabled, self._meetings = enabled and config.recompute and not sharded, meetings
+        sharded = not agreement.alone and bool(units_of(model))
+        self._enabled, self._agreement = enabled and config.recompute and not sharded, agreement
         self._model = weakref.ref(model)
         self._begun = False
         self._seconds = config.solver_seconds
-        self._remembered = Remembered(budget_nbytes, config, meetings.alone, given)
+        self._remembered = Remembered(budget_nbytes, config, agreement.alone, given)
         self._regions = Regions(self._remembered.recall)
         self._order = KernelOrder()
         self._stages: dict[int, Stage] = {}
@@ -138,7 +138,7 @@ class CompiledRegions(Part):
             if self._now.stages and not self._now.choice.measured:
                 self._count_calls(self._stages_of_step())
             if self._regions.splits:
-                self._meetings.compiles()
+                self._agreement.compiles()
 
     def _count_calls(self, stages: list[Stage]) -> None:
         """Layers that are compiled one by one share regions: these are called for each module with their code. Where more code
@@ -258,7 +258,7 @@ class CompiledRegions(Part):
 
     def savable_nbytes(self, surely: bool) -> int:
         """Bytes by which another way to compile the regions could lower the peak: as modelled (`surely`), or at most."""
-        if self._meetings.over:
+        if self._agreement.over:
             return 0  # ranks do not choose any more
         stages = self._stages_of_step()
         if any(stage.recalled for stage in stages):
@@ -273,7 +273,7 @@ class CompiledRegions(Part):
         self.changed = False
         own = self._shown(graph, limit_nbytes, stages, machine)
         step.splits = self._regions.splits
-        seen = self._meetings.seen(own)
+        seen = self._agreement.seen(own)
         shown = own if seen is None else seen
         if shown.compiled and shown.discarded < _DISCARDED:
             step.discarded, again = shown.discarded + 1, True
@@ -285,12 +285,12 @@ class CompiledRegions(Part):
             if shown.too_large and not shared and (stages or not shown.alike):
                 self._leave(shared_regions.APART if shown.alike else shared_regions.DIFFER, say)
         if again and seen is not None:
-            self._meetings.observes_again()
+            self._agreement.observes_again()
         return again
 
     def _leave(self, why: str, say: Callable[[str], None]) -> None:
         """The step is too large, and ranks that train together leave their regions as they are."""
-        final = why == shared_regions.DIFFER or self._meetings.over  # else they may still meet
+        final = why == shared_regions.DIFFER or self._agreement.over  # else they may still meet
         if final and why != self._unshared:
             say(f"MemOpt: compiled regions stay as they are, because {why}")
         self._unshared = why
@@ -331,7 +331,7 @@ class CompiledRegions(Part):
                 self._compile(stages, [None] * len(stages))
             return not fits
         choice.was_measured(stages, shown.peak_nbytes, shown.least_nbytes, limit, shown.eager, shown.flop_seconds)
-        options = self._meetings.options(partial(choice.options, stages, limit), self._seconds * len(stages))
+        options = self._agreement.options(partial(choice.options, stages, limit), self._seconds * len(stages))
         changed = 0 if options is None else self._compile(stages, options)
         if not changed:
             if fits and choice.tries:

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 
 from lightning_memopt.errors import PlanMismatchError
 from lightning_memopt.graph import BEFORE, COMPILED, Graph, first_difference
+from lightning_memopt.logs import Say
 from lightning_memopt.plan import Machine, Plan
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.recompute.carried import Pairing, carried
 from lightning_memopt.units import format_nbytes
 
-Say = Callable[[str], None]
 _ALIKE = 0.75
 """Share of the ops with saved results that a step and the recorded one must have in common. Chosen: a device has other kernels
 for a few ops of a layer, and another model with the same weights is rare."""

@@ -21,6 +21,7 @@ from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Tensor, resident_text, unmodified_levels
 from lightning_memopt.graph.model import Kind
 from lightning_memopt.live_objects import live_objects
+from lightning_memopt.logs import Say
 from lightning_memopt.native import counter_of
 from lightning_memopt.native.engine import maker
 from lightning_memopt.plan import Machine
@@ -48,8 +49,6 @@ from lightning_memopt.units import format_nbytes
 _IF = " (if the loop holds nothing more from one step to the next)"
 Parked = Callable[..., tuple[Graph, int]]
 """`AtRest.smallest`."""
-
-Say = Callable[[str], None]
 
 
 class Foresight:

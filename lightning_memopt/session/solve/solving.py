@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from lightning_memopt.config import MemOptConfig
 from lightning_memopt.device.determinism import is_tuned
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import COMPILED, Graph
+from lightning_memopt.logs import Say
 from lightning_memopt.plan import Machine, Plan, tiers_text
 from lightning_memopt.plan.tiers import tier_budgets_text
 from lightning_memopt.session import times
@@ -26,7 +27,6 @@ from lightning_memopt.session.worth import most_extra_seconds, worth
 from lightning_memopt.solvers import planner
 from lightning_memopt.units import format_nbytes
 
-Say = Callable[[str], None]
 NONE_SMALLER, IN_FORCE, SOLVING = "MemOpt: no plan is smaller", "MemOpt: plan in force", "MemOpt: solving for"
 """How lines of `plan_for` begin."""
 
