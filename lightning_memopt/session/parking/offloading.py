@@ -20,7 +20,7 @@ from lightning_memopt.plan import Plan
 from lightning_memopt.plan.rates import MachineRates
 from lightning_memopt.plan.tiers import Limits
 from lightning_memopt.ranks import size_here
-from lightning_memopt.runtime.codecs import NAMES, codec
+from lightning_memopt.runtime.codecs import NAMES, Codec, codec
 from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
 from lightning_memopt.runtime.tiers.room import left_nbytes, taken_nbytes, total_nbytes
 from lightning_memopt.runtime.tiers.scratch import Scratch
@@ -176,9 +176,16 @@ class Offloading(Part):
         limit = self.depots.limit_nbytes
         left = _PROBE_NBYTES if limit is None else limit - taken_nbytes(self.tier)
         probe_nbytes = min(_PROBE_NBYTES, max(_LEAST_PROBE_NBYTES, min(most, left)))
+        codecs = [codec(name) for name in sorted(used)]
+        try:
+            return self._measured_by(probe_nbytes, codecs)
+        except torch.OutOfMemoryError:  # the step has had its memory in other pieces
+            return self._measured_by(_LEAST_PROBE_NBYTES, codecs)
+
+    def _measured_by(self, probe_nbytes: int, codecs: list[Codec]) -> MachineRates:
+        """Raises torch.OutOfMemoryError where the device has no room for the bytes that are copied."""
         tiers = [self.depots.probe(self.tier, probe_nbytes)] if self.tier else []
         try:
-            codecs = [codec(name) for name in sorted(used)]
             return costs.in_own_thread(lambda: measure(tiers, self.device, codecs), self.device)
         finally:
             for tier in tiers:

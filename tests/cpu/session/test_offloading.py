@@ -29,6 +29,7 @@ from lightning_memopt.report.table import parked_text
 from lightning_memopt.session.cache import plan_cache
 from lightning_memopt.session.cache.solves import Solves
 from lightning_memopt.session.judge.states import Running
+from lightning_memopt.session.parking import offloading as offloading_module
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.solve.solving import frontier_of
 from lightning_memopt.trace import link
@@ -394,6 +395,24 @@ class Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.ops += 1
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.real_times
+def test_rates_are_measured_by_small_copies_on_a_full_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step may leave no piece of memory that is large enough for a usual copy."""
+    asked: list[int] = []
+
+    def full(tiers: list[Any], *others: Any) -> MachineRates:
+        asked.append(tiers[0].capacity_nbytes)
+        if asked[-1] > 1 << 20:
+            raise torch.OutOfMemoryError("no room")
+        return link.measure(tiers, *others)
+
+    monkeypatch.setattr(offloading_module, "measure", full)
+    offloading = Offloading(torch.device("cpu"), MemOptConfig(offload=f"disk:{tmp_path}", solver_seconds=1))
+    assert offloading.rates.links["disk"].out_bytes_per_second > 0
+    assert len(asked) == 2 and asked[0] > asked[1] and not list(tmp_path.iterdir())
+    offloading.close()
 
 
 @pytest.mark.real_times
