@@ -38,8 +38,9 @@ from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Machine
 from lightning_memopt.plan.rates import Link, MachineRates
+from lightning_memopt.plan.resting import Parked, Rests
 from lightning_memopt.session import times
-from lightning_memopt.session.at_rest import AtRest, Rests
+from lightning_memopt.session.at_rest import AtRest
 from lightning_memopt.session.judge.states import Running
 from lightning_memopt.session.observe import costs
 from lightning_memopt.session.times import Times
@@ -162,10 +163,10 @@ class Watched:
             if key in known:
                 continue  # the model has no frozen weights: this kind parks what another one does
             known.add(key)
-            own = at_rest._priced(graph, rests.only(taken))
-            step = at_rest._in_step(graph, own)
-            rates = offloading.rates
-            self.policies += policies_of(kind, step, own.by_price(), rates, offloading.tier, SOLVER_SECONDS, machine)
+            some = rests.only(taken)
+            own = Parked.of(graph, some, at_rest.states.chunks(graph, some))
+            rates, tier = offloading.rates, offloading.tier
+            self.policies += policies_of(kind, own.graph, own.rests.by_price(), rates, tier, SOLVER_SECONDS, machine)
         return found
 
 

@@ -54,45 +54,20 @@ class Resting:
         chunks = at_rest.states.chunks(graph, Rests(tuple(states), tuple(at_rest.weights.found(graph, timed=False))))
         return cls(weights, tuple(states), tuple(map(tuple, chunks)))
 
-
-@dataclass(frozen=True)
-class Parked:
-    """A step with some of it parked.
-
-    graph: the step.
-    rests: what is parked, and what that costs on a card.
-    chunks: those of each optimizer's step.
-    """
-
-    graph: Graph
-    rests: Rests
-    chunks: tuple[tuple[Chunk, ...], ...]
-
-    @classmethod
-    def of(
-        cls, resting: Resting, graph: Graph, tier: str, rates: MachineRates, ahead: bool, limit_nbytes: int | None = None
-    ) -> Parked:
-        """All that the tier has room for. `graph`: the step as it is, with the seconds of its ops on the card. `rates`: those
-        of the card's links. `ahead`: copies run while the step computes. `limit_nbytes`: what the tier holds.
+    def on_card(self, graph: Graph, tier: str, rates: MachineRates) -> Rests:
+        """What this step may park, and how long the copies take on a card. `graph`: the step as it is, with the seconds of its
+        ops there. `rates`: those of the card's links.
         """
         blocks = kind_of(graph.device).allocated_nbytes
-        can_move, _ = movable(graph, read_units(graph, resting.weights))
-        units = all_of(graph, can_move, tier, rates)
+        can_move, _ = movable(graph, read_units(graph, self.weights))
 
-        def on_card(state: StateOf) -> StateOf:
+        def timed(state: StateOf) -> StateOf:
             out, back = (sum(each(tier, n) for n in state.sizes) for each in (rates.out_seconds, rates.in_seconds))
             parking = replace(state.parking, tier=tier, copy_seconds=out + back, seconds=out + back)
             return StateOf(parking, tuple(map(blocks, state.sizes)), back)
 
-        may_be = may_be_parked(graph, resting.states)
-        fit = Rests(tuple(on_card(state) for state in may_be), tuple(units), ahead).within(limit_nbytes)
-        return cls.only(graph, fit, resting.chunks)
-
-    @classmethod
-    def only(cls, graph: Graph, rests: Rests, chunks: tuple[tuple[Chunk, ...], ...]) -> Parked:
-        """This alone, priced for such a step. See `of`."""
-        rests = rests.priced(graph, chunks)
-        return cls(rests.in_step(graph, chunks), rests, chunks)
+        states = map(timed, may_be_parked(graph, self.states))
+        return Rests(tuple(states), tuple(all_of(graph, can_move, tier, rates)))
 
 
 def resting_text(states: tuple[StateParking, ...], weights: tuple[WeightParking, ...]) -> str:

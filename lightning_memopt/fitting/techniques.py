@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 from lightning_memopt.batching.fit import StepFit
 from lightning_memopt.config import MemOptConfig
@@ -22,7 +23,7 @@ from lightning_memopt.fitting.cards import Card
 from lightning_memopt.fitting.found import Found, Other
 from lightning_memopt.fitting.offloading import OfCard, tier_of
 from lightning_memopt.fitting.recording import Recorded
-from lightning_memopt.fitting.resting import Parked, Resting
+from lightning_memopt.fitting.resting import Resting
 from lightning_memopt.fitting.sizes import at_sizes
 from lightning_memopt.fitting.sources import SIZES, Source
 from lightning_memopt.fitting.tiling import InTiles, recorded_in_tiles
@@ -31,13 +32,12 @@ from lightning_memopt.plan import Machine, Plan, TiledHead, simulate
 from lightning_memopt.plan.forms import TIERS
 from lightning_memopt.plan.logits import are_worth_tiles
 from lightning_memopt.plan.rates import MachineRates
-from lightning_memopt.plan.resting import Rests, with_rest
-from lightning_memopt.plan.simulate import fixed_levels
+from lightning_memopt.plan.resting import Parked, with_rest
 from lightning_memopt.session.parking.joint_frontier import JointFrontier
 from lightning_memopt.session.tiling import why_not
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.frontier import Candidate, Frontier
-from lightning_memopt.solvers.staying import least_parked
+from lightning_memopt.solvers.parking import Parking, Tried
 from lightning_memopt.units import ceil_div
 
 LIMIT_SECONDS = 60.0
@@ -66,6 +66,16 @@ def check(config: MemOptConfig, device: str, cards: Sequence[Card], ranks: Seque
             )
         if config.optimizer_in_backward != "never":
             raise ConfigError("early updates are asked about on one card only. Leave ranks or optimizer_in_backward out")
+
+
+@dataclass(frozen=True)
+class _Try(Tried):
+    """What was found for a step on a card.
+
+    found: the plan that fits; None if none does.
+    """
+
+    found: Found | None = None
 
 
 class Techniques:
@@ -103,8 +113,7 @@ class Techniques:
         self._early_steps: dict[Heads, Recorded | str] = {}
         self._tiled: dict[float, list[Frontier]] = {}
         self._resting = resting
-        self._at_rest: dict[tuple[int, MemOptConfig, bool, bool], Frontier] = {}
-        self._least: dict[int, Callable[[], Frontier | None]] = {}
+        self._parked: dict[Any, Frontier] = {}
 
     @property
     def always(self) -> bool:
@@ -122,12 +131,16 @@ class Techniques:
             )
         if not self.always:
             frontiers.append(self._frontier)
-        found = self._best(card, frontiers)
-        if not found.fits:
-            frontiers += self._parking_all(card, self.config, card.usable_nbytes)
-            found = self._best(card, frontiers)
+        fitting, frontiers = self._fitting(card, self.config, frontiers)
         self.smallest_nbytes = min([self.smallest_nbytes, *(frontier.smallest_nbytes for frontier in frontiers)])
-        return found
+        if fitting:
+            return min(fitting, key=_seconds)
+        small = min(frontiers, key=lambda frontier: frontier.smallest_nbytes)
+        if isinstance(small, JointFrontier) and card.rates is not None:  # how long it takes matters little
+            offload = self.config.offload
+            quick = config_of(offload, budgets=self._given(offload), solver_seconds=_LEAST_SECONDS)
+            small = replace(small, offloading=OfCard(self._source.device, quick, card.rates))
+        return self._found(card, small, small.smallest_plan(), False)
 
     def others(self, card: Card, found: Found) -> tuple[Other, ...]:
         """What the other techniques would bring where no plan fits: the first of them, or both, with which one does; if none
@@ -144,13 +157,12 @@ class Techniques:
             frontiers, as_usual = self._allowed(card, config)
             if as_usual or not frontiers:
                 continue
-            if min(frontier.smallest_nbytes for frontier in frontiers) > usable:
-                frontiers += self._parking_all(card, config, usable)
-            needed = min(frontier.smallest_nbytes for frontier in frontiers)
+            fitting, frontiers = self._fitting(card, config, frontiers)
             options = config.offload, config.optimizer_in_backward, config.tile if config.tile != self.config.tile else ""
-            if needed <= usable:
-                seconds = self._best(card, frontiers).seconds
+            if fitting:
+                seconds = min(map(_seconds, fitting))
                 return (Other(*options, 0, 1 + seconds / card.timed(self._graph).step_seconds),)
+            needed = min(frontier.smallest_nbytes for frontier in frontiers)
             if needed - usable < missing:
                 missing = needed - usable
                 best = Other(*options, missing, None)
@@ -182,8 +194,8 @@ class Techniques:
         plans = [(base, c.lives) for base in self._bases(config) for c in _some(base.candidates)]
         if config.offload != "none":
             usual = replace(config, optimizer_in_backward="never")
-            frontiers = self._allowed(card, usual)[0] + self._parking_all(card, usual, card.usable_nbytes)
-            plans = [(each, each.least) for each in frontiers if isinstance(each, JointFrontier)]
+            each_way = [*self._allowed(card, usual)[0], *(each.frontier for each in self._at_rest(card, usual))]
+            plans = [(each, each.least) for each in each_way if isinstance(each, JointFrontier)]
         without = {id(base.graph): _without_gradients(base.graph) for base, _ in plans}
         needed = (planner.of_one(without[id(base.graph)], ("", lives), Machine()).smallest_nbytes for base, lives in plans)
         return min(needed, default=0)
@@ -216,64 +228,67 @@ class Techniques:
                 frontiers.append(self._joint(card, base, config, card.rates))
         return frontiers, as_usual
 
-    def _parking_all(self, card: Card, config: MemOptConfig, enough_nbytes: int) -> list[Frontier]:
-        """The plans that also park all that rests, and save tensors in the tier: those of the first way to run the step whose
-        plans need no more than `enough_nbytes`, or of all ways.
-        """
-        tier = tier_of(self._source.device, config)
-        if self._resting is None or not tier or card.rates is None or tier not in card.rates.links:
-            return []
-        frontiers: list[Frontier] = []
-        for base in self._bases(config):
-            if config.optimizer_in_backward != "never":
-                updating = self._early(config.solver_seconds, base.tiles)
-                base = base if isinstance(updating, str) else updating
-            timed, is_host = card.timed(base.graph), kind_of(self._source.device).is_host
-            for ahead in (False,) if is_host else (True, False):
-                parked = Parked.of(self._resting, timed, tier, card.rates, ahead, config.tier_budget_nbytes(tier, 1 << 62))
-                if not parked.rests:
-                    break
-                frontiers.append(self._all_parked(card, base, config, card.rates, timed, parked))
-                if frontiers[-1].smallest_nbytes > enough_nbytes:
-                    continue
-                states = parked.rests.only(parked.rests.states)
-                alone = Parked.only(timed, states, parked.chunks)  # which moves less often than weights that are trained
-                if 0 < len(states) < len(parked.rests) and max(fixed_levels(alone.graph)) <= enough_nbytes:
-                    frontiers.append(self._all_parked(card, base, config, card.rates, timed, alone))
-                return frontiers
-        return frontiers
-
-    def _all_parked(
-        self, card: Card, base: Frontier, config: MemOptConfig, rates: MachineRates, timed: Graph, parked: Parked
-    ) -> JointFrontier:
-        """The plans of a step with this parked. `base`: of the step without. `timed`: that step on the card."""
-        key = id(base), config, parked.rests.ahead, bool(parked.rests.units)
-        if key not in self._at_rest:
-            solved = self._solved(parked.graph, base.machine, config.solver_seconds)
-            self._at_rest[key] = replace(solved, tiles=base.tiles)
-        joint = self._joint(card, self._at_rest[key], config, rates, parked.rests.tier_nbytes)
-        found = replace(joint, graph=replace(joint.graph, copies=parked.graph.copies), rests=parked.rests)
-        self._least[id(found)] = partial(_least_parked, card, timed, found, parked)
-        return found
-
-    def _best(self, card: Card, frontiers: Sequence[Frontier]) -> Found:
-        """The fastest plan that fits, or the smallest one."""
+    def _fitting(self, card: Card, config: MemOptConfig, frontiers: list[Frontier]) -> tuple[list[Found], list[Frontier]]:
+        """The plans of these frontiers that fit. Where none does, what rests is parked, too: with its frontiers."""
         found: list[Found] = []
         for frontier in frontiers:
             if isinstance(frontier, JointFrontier) and frontier.smallest_nbytes > card.usable_nbytes:
                 continue  # a search would take all of its time
             with contextlib.suppress(InfeasibleError):
                 found.append(self._found(card, frontier, frontier.plan(card.usable_nbytes), True))
-                less = self._least[id(frontier)]() if id(frontier) in self._least else None
-                found += [] if less is None else [self._found(card, less, less.plan(card.usable_nbytes), True)]
         if found:
-            return min(found, key=lambda each: each.seconds)
-        small = min(frontiers, key=lambda frontier: frontier.smallest_nbytes)
-        if isinstance(small, JointFrontier) and card.rates is not None:  # how long it takes matters little
-            offload = self.config.offload
-            quick = config_of(offload, budgets=self._given(offload), solver_seconds=_LEAST_SECONDS)
-            small = replace(small, offloading=OfCard(self._source.device, quick, card.rates))
-        return self._found(card, small, small.smallest_plan(), False)
+            return found, frontiers
+        tries = self._at_rest(card, config)
+        found = [each.found for each in tries if each.found is not None]
+        return found, frontiers + [each.frontier for each in tries if each.frontier is not None]
+
+    def _at_rest(self, card: Card, config: MemOptConfig) -> list[_Try]:
+        """The plans that park what rests, and save tensors in the tier: those of the first way to run the step of which one
+        fits, or of all ways.
+        """
+        tier, rates = tier_of(self._source.device, config), card.rates
+        resting = self._resting
+        if resting is None or not tier or rates is None or tier not in rates.links:
+            return []
+        tries: list[_Try] = []
+        for base in self._bases(config):
+            if config.optimizer_in_backward != "never":
+                updating = self._early(config.solver_seconds, base.tiles)
+                base = base if isinstance(updating, str) else updating
+            timed, overlaps = card.timed(base.graph), not kind_of(self._source.device).is_host
+            solve = partial(self._tried, card, base, config, rates)
+            parking = Parking(timed, lambda _: resting.chunks, overlaps, solve)
+            parked = parking.parked(resting.on_card(timed, tier, rates), config.tier_budget_nbytes(tier, 1 << 62))
+            if parked.rests:
+                tries += parking.within(parked, card.usable_nbytes)
+            if any(each.fits for each in tries):
+                break
+        return tries
+
+    def _tried(
+        self, card: Card, base: Frontier, config: MemOptConfig, rates: MachineRates, parked: Parked, known: Plan | None
+    ) -> _Try:
+        """What a step with this parked takes. `base`: the plans of the step without. `known`: a plan for it; None: it is solved
+        for, once for all cards on which the same is parked.
+        """
+        rests, usable = parked.rests, card.usable_nbytes
+        frontier: Frontier
+        if known is not None:
+            one = planner.of_one(parked.graph, (known.solver, known.lives), _machine_on(card, self._graph, base))
+            frontier = replace(one, rests=rests, tiles=base.tiles)
+        else:
+            places = [(state.what, state.parameter) for state in rests.parked_states]
+            key = id(base), config, rests.ahead, frozenset(places), frozenset(each.unit for each in rests.units)
+            if key not in self._parked:
+                solved = self._solved(parked.graph, base.machine, config.solver_seconds)
+                self._parked[key] = replace(solved, tiles=base.tiles)
+            joint = self._joint(card, self._parked[key], config, rates, rests.tier_nbytes)
+            frontier = replace(joint, graph=replace(joint.graph, copies=parked.graph.copies), rests=rests)
+        nbytes = frontier.smallest_nbytes
+        if nbytes > usable:
+            return _Try(parked, frontier, nbytes=nbytes)
+        found = self._found(card, frontier, frontier.plan(usable), True)
+        return _Try(parked, frontier, True, found.seconds, nbytes, found)
 
     def _found(self, card: Card, frontier: Frontier, plan: Plan, fits: bool) -> Found:
         timed = card.timed(frontier.graph)
@@ -297,15 +312,12 @@ class Techniques:
                     kept.append(replace(c, predicted=predicted))
             return tuple(kept)
 
-        machine = frontier.machine
-        if machine.update_seconds:
-            machine = replace(machine, update_seconds=_update_seconds(card, self._graph, frontier.graph))
         return replace(
             frontier,
             graph=timed,
             candidates=priced(frontier.candidates),
             others=priced(frontier.others),
-            machine=machine,
+            machine=_machine_on(card, self._graph, frontier),
         )
 
     def _joint(
@@ -426,21 +438,8 @@ class Techniques:
         return self._source.batch or 1, self._source.length or 1
 
 
-def _least_parked(card: Card, graph: Graph, frontier: Frontier, parked: Parked) -> Frontier | None:
-    """A plan of this frontier, with as little parked as the card has room for; None if that is everything. `graph`: with
-    nothing parked. `parked`: everything.
-    """
-
-    def alone(some: Rests, plan: Plan) -> Frontier:
-        less = Parked.only(graph, some, parked.chunks)
-        one = planner.of_one(less.graph, (plan.solver, plan.lives), frontier.machine)
-        return replace(one, rests=less.rests, tiles=frontier.tiles)
-
-    def needed_nbytes(some: Rests, plan: Plan) -> int:
-        return alone(some, plan).smallest_nbytes
-
-    found = least_parked(frontier, parked.rests, parked.chunks, card.usable_nbytes, needed_nbytes)
-    return None if found is None else alone(*found)
+def _seconds(found: Found) -> float:
+    return found.seconds
 
 
 def _some(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -454,6 +453,14 @@ def _update_seconds(card: Card, usual: Graph, early: Graph) -> float:
         return 0.0
     more = (_kernels(early) - _kernels(usual)) / len(early.updates)
     return card.device.launch_seconds * max(1.0, more)
+
+
+def _machine_on(card: Card, usual: Graph, frontier: Frontier) -> Machine:
+    """The machine of these plans, with the seconds of a card."""
+    machine = frontier.machine
+    if not machine.update_seconds:
+        return machine
+    return replace(machine, update_seconds=_update_seconds(card, usual, frontier.graph))
 
 
 def _kernels(graph: Graph) -> int:

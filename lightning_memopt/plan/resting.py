@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from lightning_memopt.graph import Graph
@@ -128,6 +129,30 @@ class Rests:
         states = (replace(each, parking=waiting(each.parking, key_of(each.parking))) for each in self.states)
         units = (replace(each, parking=waiting(each.parking, ("weights", each.unit.weights[0]))) for each in self.units)
         return replace(self, states=tuple(states), units=tuple(units))
+
+
+@dataclass(frozen=True, eq=False)
+class Parked:
+    """A step in which some of what rests is parked.
+
+    whole: the step with nothing parked.
+    rests: what is parked, with the seconds for which this step waits.
+    chunks: those of the update after backward.
+    """
+
+    whole: Graph
+    rests: Rests
+    chunks: Chunks
+
+    @classmethod
+    def of(cls, whole: Graph, rests: Rests, chunks: Chunks) -> Parked:
+        """`rests`: priced for any step."""
+        return cls(whole, rests.priced(whole, chunks), chunks)
+
+    @cached_property
+    def graph(self) -> Graph:
+        """That of the step."""
+        return self.rests.in_step(self.whole, self.chunks)
 
 
 def _hidden(step: Graph) -> Mapping[Key, float]:

@@ -22,7 +22,7 @@ from lightning_memopt.logs import Once
 from lightning_memopt.plan import StateParking
 from lightning_memopt.plan.model import Read
 from lightning_memopt.plan.resting import Rests
-from lightning_memopt.plan.states import Chunk, StateOf, may_be_parked, priced
+from lightning_memopt.plan.states import Chunk, StateOf, may_be_parked
 from lightning_memopt.plan.tiers import taken
 from lightning_memopt.record import parameters_of
 from lightning_memopt.runtime.early_updates import Reason
@@ -245,8 +245,7 @@ class StatesAtRest(Part):
             state = StateOf(parking, tuple(map(rounded, sizes)) if is_there or not timed else (), back)
             other = found.get(name)  # of another optimizer
             found[name] = state if other is None else other.and_of(state)
-        states = may_be_parked(graph, [*found.values(), *self._gradients_of(graph, timed)])
-        return priced(graph, states, self.chunks(graph, Rests(tuple(states))))
+        return may_be_parked(graph, [*found.values(), *self._gradients_of(graph, timed)])
 
     def _gradients_of(self, graph: Graph, timed: bool) -> Iterator[StateOf]:
         """All gradients that can be parked. `timed`: with the seconds of copies."""

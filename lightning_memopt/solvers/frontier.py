@@ -59,6 +59,11 @@ class Candidate:
         unseen = UNSEEN_NBYTES if self.predicted.rebuilt_ops else 0
         return self.predicted.needed_nbytes + self.beside_nbytes + unseen
 
+    @property
+    def beside_peak_nbytes(self) -> int:
+        """Bytes of this budget beside the peak: what the device's allocator reserves in addition, too."""
+        return self.budget_nbytes - self.predicted.peak_nbytes
+
 
 def with_reserved(candidate: Candidate, reserve: Callable[[tuple[Life, ...]], int] | None) -> Candidate:
     """The candidate with the bytes that the device's allocator reserves for it, if the device has such an allocator."""
@@ -154,6 +159,10 @@ class Frontier:
             raise self.refusal(budget_nbytes)
         return best
 
+    def candidate_of(self, plan: Plan) -> Candidate:
+        """A plan of this frontier as a candidate."""
+        return Candidate(plan.lives, plan.predicted, plan.solver, self.candidates[-1].beside_nbytes)
+
     def refusal(self, budget_nbytes: int, tiers: Mapping[str, int] = MappingProxyType({})) -> InfeasibleError:
         """The error for a budget that no plan fits. `tiers`: the budget of a tier that would be enough, too."""
         remedy = "Give the solver more seconds, set" if self.cut_off else "Set"
@@ -220,9 +229,8 @@ class Frontier:
         best = _updating(plan, early(graph), plan.predicted, seconds)
         if not seconds or not graph.updates:
             return best
-        beside = self.candidates[-1].beside_nbytes
         others = sorted((*self.candidates, *self.others), key=lambda c: c.predicted.seconds)
-        for candidate in (Candidate(plan.lives, plan.predicted, plan.solver, beside), *others):
+        for candidate in (self.candidate_of(plan), *others):
             if candidate.predicted.seconds >= best.predicted.seconds:
                 continue
             found = self._fewest(candidate, plan.budget_nbytes)

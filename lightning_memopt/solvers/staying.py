@@ -19,12 +19,12 @@ import numpy.typing as npt
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import BEFORE, Graph, Tensor
 from lightning_memopt.plan import LoweringError, Plan, simulate, updated
-from lightning_memopt.plan.resting import Rests
+from lightning_memopt.plan.resting import Parked, Rests
 from lightning_memopt.plan.states import PARKED_STATE, Chunks, StateOf
 from lightning_memopt.plan.weights import UnitOf
-from lightning_memopt.solvers.frontier import UNSEEN_NBYTES, Frontier
+from lightning_memopt.solvers.frontier import Frontier
 
-SHARES = 4
+_SHARES = 4
 """Number of shares of what rests that are tried: one of them, two, and so on."""
 _TRIES = 4
 """Maximum number of choices of what to park."""
@@ -59,22 +59,24 @@ def staying(
 
 
 def least_parked(
-    frontier: Frontier, rests: Rests, chunks: Chunks, limit_nbytes: int, needed_nbytes: Callable[[Rests, Plan], int]
+    frontier: Frontier, parked: Parked, limit_nbytes: int, needed_nbytes: Callable[[Rests, Plan], int]
 ) -> tuple[Rests, Plan] | None:
     """What to park for the fastest step within the limit, and a plan for it that is known; None: everything. `frontier`: of the
-    step in which everything is parked. `chunks`: those of the update then. `needed_nbytes`: bytes that a plan needs where only
-    some is parked; the chunks of the update are others then. If that is more, another choice is made with less room. It
-    raises LoweringError where the plan cannot run then, because it rebuilds from a weight that is elsewhere.
+    step in which everything is parked, which is `parked`. `needed_nbytes`: bytes that a plan needs where only some is parked;
+    the chunks of the update are others then. If that is more, another choice is made with less room. It raises LoweringError
+    where the plan cannot run then, because it rebuilds from a weight that is elsewhere.
     """
-    room, above, weights = limit_nbytes, 0, True
+    room = limit_nbytes
+    above = 0
+    weights = True
     tried: Rests | None = None
     for _ in range(_TRIES):
-        some, plan = _fastest(frontier, rests, chunks, room, weights)
+        some, plan = _fastest(frontier, parked, room, weights)
         while some == tried:  # what is chosen takes less than all the room
             above *= 2
             room -= above
-            some, plan = _fastest(frontier, rests, chunks, room, weights)
-        if plan is None or len(some) == len(rests):
+            some, plan = _fastest(frontier, parked, room, weights)
+        if plan is None or len(some) == len(parked.rests):
             return None
         try:
             above = needed_nbytes(some, plan) - limit_nbytes
@@ -88,25 +90,24 @@ def least_parked(
     return None
 
 
-def _fastest(frontier: Frontier, rests: Rests, chunks: Chunks, limit_nbytes: int, weights: bool) -> tuple[Rests, Plan | None]:
+def _fastest(frontier: Frontier, parked: Parked, limit_nbytes: int, weights: bool) -> tuple[Rests, Plan | None]:
     """What to park beside each of a few plans, whichever is fastest: what has room stays, however little that is. Where that
     room is needed for a short time only, what is not there at that time stays. `weights`: whether they may stay.
     """
-    everything = rests.by_price()
+    everything = parked.rests.by_price()
     nbytes = sum(each.parking.nbytes for each in everything)
     best = math.inf
-    fastest: tuple[Rests, Plan | None] = rests, None
-    for share in range(SHARES):
+    fastest: tuple[Rests, Plan | None] = parked.rests, None
+    for share in range(_SHARES):
         with contextlib.suppress(InfeasibleError):
-            plan = frontier.known_plan(limit_nbytes - nbytes * share // SHARES)
-            # an allocator's reserve, and bytes that are not known
-            beside_nbytes = max(0, plan.predicted.needed_nbytes - plan.predicted.peak_nbytes) + UNSEEN_NBYTES
-            stays = staying(frontier.graph, plan, everything, chunks, limit_nbytes - beside_nbytes, weights)
+            plan = frontier.known_plan(limit_nbytes - nbytes * share // _SHARES)
+            most_nbytes = limit_nbytes - frontier.candidate_of(plan).beside_peak_nbytes
+            stays = staying(frontier.graph, plan, everything, parked.chunks, most_nbytes, weights)
             seconds = plan.predicted.seconds - sum(each.parking.seconds for each in stays)  # the plan has all copies
             if seconds < best:
                 best = seconds
                 kept = {id(each) for each in stays}
-                fastest = rests.only([each for each in everything if id(each) not in kept]), plan
+                fastest = parked.rests.only([each for each in everything if id(each) not in kept]), plan
     return fastest
 
 

@@ -8,7 +8,7 @@ from resting import Resting, moved_nbytes, resting
 from benchmarks.offload.fixed import least_moved_nbytes
 from lightning_memopt.graph import fingerprint
 from lightning_memopt.plan import Machine, Plan, fixed_levels, simulate
-from lightning_memopt.plan.resting import Rests
+from lightning_memopt.plan.resting import Parked, Rests
 from lightning_memopt.plan.states import StateOf
 from lightning_memopt.plan.weights import UnitOf
 from lightning_memopt.solvers import planner
@@ -81,9 +81,8 @@ def test_no_choice_moves_fewer_bytes_than_the_bound(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_choice_that_needs_more_than_its_estimate_is_not_made_twice(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_that_needs_more_than_its_estimate_is_not_made_twice(seed: int) -> None:
     """Whatever a plan needs beside, a choice within the budget is found where one exists, or everything is parked."""
-    monkeypatch.setattr("lightning_memopt.solvers.staying.UNSEEN_NBYTES", 0)
     case = resting(seed)
     step = case.in_step(case.rests)
     frontier = planner.of_one(step, ("by hand", keep_all(step)), Machine())
@@ -100,7 +99,7 @@ def test_a_choice_that_needs_more_than_its_estimate_is_not_made_twice(seed: int,
 
         for budget in range(frontier.smallest_nbytes, frontier.smallest_nbytes + 400, 7):
             asked.clear()
-            least = least_parked(frontier, rests, case.chunks, budget, needed_nbytes)
+            least = least_parked(frontier, Parked(case.graph, rests, case.chunks), budget, needed_nbytes)
             found += least is not None
             assert least is None or needed_nbytes_of(case, *least) + beside <= budget
     assert found
