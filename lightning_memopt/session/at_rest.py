@@ -20,7 +20,8 @@ from torch import nn, optim
 from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import Graph, unmodified_levels
-from lightning_memopt.plan import Plan, StateParking, WeightParking, states_text, weights_text
+from lightning_memopt.logs import Say
+from lightning_memopt.plan import Plan, StateParking, WeightParking
 from lightning_memopt.plan.resting import Parked, Rests, with_rest
 from lightning_memopt.plan.simulate import fixed_levels
 from lightning_memopt.plan.tiers import tier_budget
@@ -34,12 +35,10 @@ from lightning_memopt.session.parked_weights import WeightsAtRest
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.solve.refusals import refuse_hopeless
-from lightning_memopt.session.solve.solving import IN_FORCE, NONE_SMALLER, SOLVING, Solved, say_in_force
+from lightning_memopt.session.solve.solving import Solved
 from lightning_memopt.session.worth import most_extra_seconds
 from lightning_memopt.solvers.parking import Parking, Tried, by_seconds
 
-Say = Callable[[str], None]
-Solve = Callable[[Graph, Say], Solved]
 _RECENT = 8
 """Steps whose plans are remembered: what they park stays away in a step that has no use for it."""
 
@@ -50,29 +49,21 @@ class _Try(Tried):
 
     solved: None where it was refused.
     refusal: what was raised then, made anew: an error's frames would hold the batch.
-    lines: what was to be said.
     """
 
     solved: Solved | None = None
     refusal: InfeasibleError | None = None
-    lines: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, solve: Solve, parked: Parked, say: Say) -> _Try:
-        """`say`: tells the user what takes time."""
-        lines: list[str] = []
-
-        def later(line: str) -> None:
-            say(line) if line.startswith(SOLVING) else lines.append(line)
-
+    def of(cls, solve: Callable[[Graph], Solved], parked: Parked) -> _Try:
         rests, graph = parked.rests, parked.graph
         try:
-            solved = solve(graph, later)
+            solved = solve(graph)
         except InfeasibleError as error:
             smallest, budget, tiers = error.smallest_nbytes, error.budget_nbytes, error.tiers
             refusal = InfeasibleError(str(error), smallest_nbytes=smallest, budget_nbytes=budget, tiers=tiers)
             nbytes = math.inf if smallest is None else smallest
-            return cls(parked, nbytes=nbytes, refusal=refusal, lines=tuple(lines))
+            return cls(parked, nbytes=nbytes, refusal=refusal)
         frontier, plan, above, _ = solved
         if rests:
             unmodified_nbytes = max(unmodified_levels(parked.whole), default=0)
@@ -80,7 +71,7 @@ class _Try(Tried):
             frontier = replace(frontier, rests=rests, whole=parked.whole, unmodified_peak_nbytes=unmodified_nbytes)
             solved = solved._replace(plan=plan, frontier=frontier)
         seconds = plan.predicted.seconds
-        return cls(parked, frontier, above is None, seconds, plan.budget_nbytes, solved, lines=tuple(lines))
+        return cls(parked, frontier, above is None, seconds, plan.budget_nbytes, solved)
 
     @property
     def tiers(self) -> Mapping[str, int]:
@@ -224,9 +215,9 @@ class AtRest(Part):
 
     # -- the plan ----------------------------------------------------------------------------------
 
-    def solved(self, solve: Solve, limit_nbytes: int | None, say: Say, graph: Graph) -> Solved:
-        """Solve for the step of this graph, and park what rests where that is better (see the module). `say` tells the user a
-        line. Raises InfeasibleError as `solve` does.
+    def solved(self, solve: Callable[[Graph], Solved], limit_nbytes: int | None, graph: Graph) -> Solved:
+        """Solve for the step of this graph, and park what rests where that is better (see the module). Raises InfeasibleError
+        as `solve` does.
         """
         self._offloading.measures_after(graph)
         self._offloading.look_for_room(self.states.tier_nbytes + self.weights.tier_nbytes)
@@ -234,7 +225,7 @@ class AtRest(Part):
 
         def tried(parked: Parked, _: Plan | None) -> _Try:
             with self._offloading.beside(parked.rests.tier_nbytes):
-                return _Try.of(solve, parked, say)
+                return _Try.of(solve, parked)
 
         parking = Parking(graph, partial(self.states.chunks, graph), copies_overlap(self._offloading.device), tried)
         most_in_tier = self._offloading.limit_nbytes
@@ -246,23 +237,23 @@ class AtRest(Part):
         if limit_nbytes is None or not whole.fits:
             self._tell_of_others(graph)
         if not parked.rests or (whole.fits and whole.seconds == 0 and limit_nbytes is not None):
-            return self._chosen(say, whole)
+            return _chosen(whole)
 
         if limit_nbytes is None:
             smallest = parking.smallest(parked, whole, most_extra_seconds(graph, self._offloading.config))
             bound = parking.least_seconds(parked, smallest.nbytes)
-            return self._chosen(say, smallest.bounded(bound))
+            return _chosen(smallest.bounded(bound))
         bound = parking.least_seconds(parked, limit_nbytes)
         tries = [each.bounded(bound) for each in parking.within(parked, limit_nbytes, [] if hopeless else [whole])]
         if most_in_tier is None or any(each.fits for each in tries):
-            return self._chosen(say, min(tries, key=by_seconds))
+            return _chosen(min(tries, key=by_seconds))
         if any(each.tiers for each in tries):  # what rests takes room from saved tensors
             tries.append(parking.solve(parking.parked(parked.rests, most_in_tier // 2), None))
         # for all of which the tier has no room
         more = [] if len(parked.rests) == len(found) else [parking.solve(parking.parked(found), None)]
         enough = {self._offloading.tier: found.tier_nbytes} if any(each.fits for each in more) else {}
         tiers = min((*(each.tiers for each in (*tries, *more)), enough), key=_by_bytes)
-        return self._chosen(say, min(tries, key=by_seconds).told(tiers))
+        return _chosen(min(tries, key=by_seconds).told(tiers))
 
     def smallest(self, graph: Graph, all_of_it: bool = False, early: AbstractSet[str] = frozenset()) -> tuple[Graph, int]:
         """The step of this graph with everything parked that the tier has room for, as the first update will make it, and the
@@ -284,32 +275,16 @@ class AtRest(Part):
         self.weights.tell_of_others(graph)
         self.states.tell_of_gradients(graph)
 
-    def _chosen(self, say: Say, chosen: _Try) -> Solved:
-        """What was solved, and its lines."""
-        rests = chosen.parked.rests
-        states, weights = rests.parked_states, rests.parked_weights
-        for line in chosen.lines:
-            if not (rests and line.startswith((NONE_SMALLER, IN_FORCE))):  # they speak of the step with all parked
-                say(line)
-        if chosen.refusal is not None:
-            raise chosen.refusal
-        assert chosen.solved is not None
-        if rests:
-            say_in_force(say, chosen.solved.plan, chosen.solved.frontier, chosen.parked.whole)
-        if states:
-            say(f"MemOpt: parked between updates: {states_text(states)}; {_copies_text(states)}")
-        if weights:
-            say(f"MemOpt: on the device only while their module runs: {weights_text(weights)}; {_copies_text(weights)}")
-        return chosen.solved
+
+def _chosen(chosen: _Try) -> Solved:
+    if chosen.refusal is not None:
+        raise chosen.refusal
+    assert chosen.solved is not None
+    return chosen.solved
 
 
 def _tier_nbytes(each: Sequence[StateParking | WeightParking]) -> int:
     return sum(one.tier_nbytes for one in each)
-
-
-def _copies_text(each: Sequence[StateParking] | Sequence[WeightParking]) -> str:
-    took, waits = 1e3 * sum(one.copy_seconds for one in each), 1e3 * sum(one.seconds for one in each)
-    return f"copies take {took:.1f} ms of a step, which waits for {waits:.1f} ms of that"
 
 
 def _by_bytes(tiers: Mapping[str, int]) -> float:

@@ -34,6 +34,7 @@ from lightning_memopt.session.at_rest import AtRest
 from lightning_memopt.session.attachment import Attachment
 from lightning_memopt.session.budget import Neighbours, budget_on, device_of, limit_of
 from lightning_memopt.session.cache.plan_cache import PlanCache
+from lightning_memopt.session.deciding import Deciding
 from lightning_memopt.session.early_updates import EarlyUpdating, wanted
 from lightning_memopt.session.ends import Ends
 from lightning_memopt.session.forward.recording import PlannedRecording, Recording
@@ -60,7 +61,6 @@ from lightning_memopt.session.regions.compiling import CompiledBlocks
 from lightning_memopt.session.solve.foresight import Foresight
 from lightning_memopt.session.solve.machine import machine_of
 from lightning_memopt.session.solve.refusals import refuse_sharded
-from lightning_memopt.session.solve.solving import Solved
 from lightning_memopt.session.status import RunStatus, Transfers, status_of, transfers_of
 from lightning_memopt.session.step import Step
 from lightning_memopt.session.tiling import Tiling
@@ -105,6 +105,9 @@ class Session:
         written, kept = self._observed_step.overwritten, self._observed_step.kept
         alone = partial(getattr, self._agreement, "alone")
         self._at_rest = AtRest(model, self.optimizers, self._offloading, alone, self.say, self._parts, written, kept)
+        self._deciding = Deciding(
+            compiled, self._tiling, self._at_rest, self._agreement, self._offloading, self._foreseen, self.say
+        )
         self._neighbours = self._parts.add(Neighbours(self.device, self.budget_nbytes))
         self._early: EarlyUpdating | None = None
         self._attachment: Attachment | None = None
@@ -477,20 +480,16 @@ class Session:
         self._plan_for(state, self.foresight.complete(graph, self.device, early=bool(graph.updates)))
 
     def _plan_for(self, state: Observing, graph: Graph) -> None:
-        """A step of this state was observed. Its regions are compiled again, or it gets a plan after its last step."""
-        cache, regions, limit = self._plan_cache, self._compiled, self._limit_nbytes
+        """A step of this state was observed. Another one must be, or the state gets a plan after its last step."""
         own = bool(graph.updates) and self._agreement.alone  # ranks update the same parameters early
         seconds = self._early.seconds(self.device) if self._early is not None and own else 0.0
         machine = machine_of(self.device, resident_tensors(self.model, self.optimizers, ()), seconds)
-        if regions.compiled_again(graph, limit, self.say, machine) or self._tiling.observes_again(state, graph, limit, machine):
-            self._become(state, cache.afresh(state, regions.changed))
-            return
-
-        def solve(step: Graph, say: Callable[[str], None]) -> Solved:
-            return regions.in_plans(self._agreement.plan_for(step, limit, self._offloading, say, machine, self._foreseen))
-
-        whole = partial(self._at_rest.solved, solve, limit, self.say)
-        self._become(state, cache.take_graph(state, graph, self.say, partial(self._tiling.solved, whole, machine, limit)))
+        cache, limit = self._plan_cache, self._limit_nbytes
+        if self._deciding.observes_again(state, graph, machine, limit):
+            self._become(state, cache.afresh(state, self._compiled.changed))
+        else:
+            solve = partial(self._deciding.solved, machine=machine, limit_nbytes=limit)
+            self._become(state, cache.take_graph(state, graph, self.say, solve))
 
     def _become(self, old: State, new: State) -> None:
         if new is not old:

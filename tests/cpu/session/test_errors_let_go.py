@@ -21,7 +21,7 @@ class Batch:
 
 
 def choose_with(batch: Batch, frontier: Frontier) -> None:
-    plan, warning, _ = chosen(frontier, frontier.graph, 1, MemOptConfig(verbose=False), lambda line: None)
+    _, plan, warning, _ = chosen(frontier, frontier.graph, 1, MemOptConfig(verbose=False))
     assert plan.predicted.needed_nbytes > 1 and warning is not None
 
 

@@ -171,7 +171,7 @@ def test_a_budget_that_is_not_kept_holds_nothing_of_the_program() -> None:
 
     def train(x: torch.Tensor) -> str | None:
         seen.append(weakref.ref(x))
-        return chosen(frontier, frontier.graph, frontier.smallest_nbytes - 1, MemOptConfig(), logs.silent)[1]
+        return chosen(frontier, frontier.graph, frontier.smallest_nbytes - 1, MemOptConfig()).above
 
     gc.disable()
     try:
