@@ -35,7 +35,6 @@ class Deciding:
     """Decides for the steps of a session.
 
     foreseen: the plan that the user made without a machine; None without one.
-    say: tells the user a line.
     """
 
     regions: CompiledRegions
@@ -44,22 +43,22 @@ class Deciding:
     agreement: Agreement
     offloading: Offloading
     foreseen: Foreseen | None
-    say: Say
 
-    def observes_again(self, state: Observing, graph: Graph, machine: Machine, limit_nbytes: int | None) -> bool:
-        """Whether the step is to be observed in another way before a plan is made of it."""
-        return self.regions.compiled_again(graph, limit_nbytes, self.say, machine) or self.tiling.observes_again(
+    def observes_again(self, state: Observing, graph: Graph, machine: Machine, limit_nbytes: int | None, say: Say) -> bool:
+        """Whether the step is to be observed in another way before a plan is made of it. `say` tells the user a line."""
+        return self.regions.compiled_again(graph, limit_nbytes, say, machine) or self.tiling.observes_again(
             state, graph, limit_nbytes, machine
         )
 
-    def solved(self, graph: Graph, machine: Machine, limit_nbytes: int | None) -> Solved:
-        """The plan for the step of this graph. `limit_nbytes`: the bytes that it may take; None: as few as possible.
+    def solved(self, graph: Graph, machine: Machine, limit_nbytes: int | None, say: Say) -> Solved:
+        """The plan for the step of this graph. `limit_nbytes`: the bytes that it may take; None: as few as possible. `say`
+        tells the user a line.
 
         Raises InfeasibleError where no plan keeps the limit, and that is not allowed.
         """
 
         def lives(step: Graph) -> Solved:
-            return self.agreement.plan_for(step, limit_nbytes, self.offloading, self.say, machine, self.foreseen)
+            return self.agreement.plan_for(step, limit_nbytes, self.offloading, say, machine, self.foreseen)
 
         def with_regions(step: Graph) -> Solved:
             return self.regions.in_plans(lives(step))
@@ -68,5 +67,5 @@ class Deciding:
             return self.at_rest.solved(with_regions, limit_nbytes, step)
 
         solved = self.tiling.solved(with_rests, machine, limit_nbytes, graph)
-        tell(solved, limit_nbytes, self.offloading, self.say)
+        tell(solved, limit_nbytes, self.offloading, say)
         return solved

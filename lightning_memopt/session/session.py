@@ -105,9 +105,8 @@ class Session:
         written, kept = self._observed_step.overwritten, self._observed_step.kept
         alone = partial(getattr, self._agreement, "alone")
         self._at_rest = AtRest(model, self.optimizers, self._offloading, alone, self.say, self._parts, written, kept)
-        self._deciding = Deciding(
-            compiled, self._tiling, self._at_rest, self._agreement, self._offloading, self._foreseen, self.say
-        )
+        deciding = compiled, self._tiling, self._at_rest, self._agreement, self._offloading, self._foreseen
+        self._deciding = Deciding(*deciding)
         self._neighbours = self._parts.add(Neighbours(self.device, self.budget_nbytes))
         self._early: EarlyUpdating | None = None
         self._attachment: Attachment | None = None
@@ -485,10 +484,10 @@ class Session:
         seconds = self._early.seconds(self.device) if self._early is not None and own else 0.0
         machine = machine_of(self.device, resident_tensors(self.model, self.optimizers, ()), seconds)
         cache, limit = self._plan_cache, self._limit_nbytes
-        if self._deciding.observes_again(state, graph, machine, limit):
+        if self._deciding.observes_again(state, graph, machine, limit, self.say):
             self._become(state, cache.afresh(state, self._compiled.changed))
         else:
-            solve = partial(self._deciding.solved, machine=machine, limit_nbytes=limit)
+            solve = partial(self._deciding.solved, machine=machine, limit_nbytes=limit, say=self.say)
             self._become(state, cache.take_graph(state, graph, self.say, solve))
 
     def _become(self, old: State, new: State) -> None:
