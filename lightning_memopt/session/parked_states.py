@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from typing import get_args
 
 import torch
@@ -100,20 +99,7 @@ class StatesAtRest(Part):
         trained = frozenset[int]() if weights is None else frozenset(weights.trained)
         changed = (states, trained) != (self._states, self._trained)
         if changed:
-            now, wanted = _nbytes_of(self._states), _nbytes_of(states)
-            # a plan follows steps that parked everything: the rest stays away
-            if wanted and wanted.items() <= now.items() and self._have_chunks(trained):
-                self._states, self._trained = states, trained
-                for each in self._parked:
-                    each.weights = weights
-                named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
-                for each in self._parked if len(wanted) < len(now) else ():
-                    each.keep(*(_of(states, what, named).keys() for what in get_args(Read)))
-            elif now and now.items() <= wanted.items() and self._have_chunks(trained) and self._have(states):
-                self._grow(states, weights, trained)
-            else:
-                self.close()
-                self._begin(states, weights, trained)
+            self._change(states, weights, trained)
         beside = any(state.leaves_before for state in states)
         hooked, self._hooked = self._hooked, beside and any(map(has_backward_hooks, self.model.modules()))
         if changed or hooked != self._hooked:
@@ -121,15 +107,45 @@ class StatesAtRest(Part):
         for each in self._parked:
             each.park()
 
-    def _have_chunks(self, trained: AbstractSet[int]) -> bool:
-        """Whether the optimizers of all of these parameters get them in chunks already."""
-        known = {id(p) for each in self._parked for p in parameters_of(each.optimizer)}
-        return trained <= known
-
-    def _have(self, states: tuple[StateParking, ...]) -> bool:
-        """Whether the optimizers of all of these states get their parameters in chunks already."""
+    def _change(self, states: tuple[StateParking, ...], weights: ParkedWeights | None, trained: frozenset[int]) -> None:
+        """As `put`. What is parked and stays so stays away. `trained`: see `ParkedWeights`."""
         named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
-        return self._have_chunks({id(named[state.parameter]) for state in states if state.parameter in named})
+        of_state, of_gradient = (_of(states, what, named) for what in get_args(Read))
+
+        def own(optimizer: optim.Optimizer) -> tuple[dict[torch.Tensor, int], dict[torch.Tensor, int]]:
+            params = parameters_of(optimizer)
+            state = {p: of_state[p] for p in params if p in of_state}
+            return state, {p: of_gradient.pop(p) for p in params if p in of_gradient}  # another optimizer may have it, too
+
+        now, wanted = _nbytes_of(self._states), _nbytes_of(states)
+        in_chunks = {id(p) for each in self._parked for p in parameters_of(each.optimizer)}
+        fewer = bool(wanted) and wanted.items() <= now.items()  # a plan follows steps that parked everything
+        more = bool(now) and now.items() < wanted.items()
+        goes_on = (fewer or more) and in_chunks >= trained.union(map(id, (*of_state, *of_gradient)))
+        if not goes_on:
+            self.close()
+        if more or not goes_on:
+            self._room_nbytes = _tier_nbytes_of(states) - _tier_nbytes_of(self._states)
+        self._states, self._trained = states, trained
+        for each in self._parked:
+            each.weights = weights
+            if more:
+                each.add(*own(each.optimizer), self._gradients)
+            elif len(wanted) < len(now):
+                each.keep(of_state.keys(), of_gradient.keys())
+        if goes_on or not (states or trained):
+            return
+
+        def new_tier(name: str) -> Tier:
+            return self.offloading.depots.tier(name, self._room_nbytes)
+
+        self._depot = Depot(more=new_tier)  # what it refuses stays on the device
+        tier = self.offloading.tier
+        for optimizer in self.optimizers:
+            state, gradient = own(optimizer)
+            if state or gradient or not trained.isdisjoint(map(id, parameters_of(optimizer))):
+                gradients = self._gradients(optimizer, gradient)
+                self._parked.append(ParkedStates(optimizer, state, self._depot, tier, self._say, gradients, weights))
 
     def update_begins(self, optimizer: optim.Optimizer, own: bool, closure: bool) -> None:
         if own and in_compiled_code():  # its step reads state where we do not see it
@@ -169,39 +185,6 @@ class StatesAtRest(Part):
         self._depot = Depot()
         self._states = ()
         self._trained = frozenset()
-
-    def _begin(self, states: tuple[StateParking, ...], weights: ParkedWeights | None, trained: frozenset[int]) -> None:
-        """Park these states from now on, also those that the next update will make. `trained`: see `ParkedWeights`."""
-        self._states, self._trained = states, trained
-        if not states and not trained:
-            return
-        named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
-        of_state, of_gradient = (_of(states, what, named) for what in get_args(Read))
-        tier, self._room_nbytes = self.offloading.tier, _tier_nbytes_of(states)
-
-        def new_tier(name: str) -> Tier:
-            return self.offloading.depots.tier(name, self._room_nbytes)
-
-        self._depot = Depot(more=new_tier)  # what it refuses stays on the device
-        for optimizer in self.optimizers:
-            own = parameters_of(optimizer)
-            state = {p: of_state[p] for p in own if p in of_state}
-            gradient = {p: of_gradient.pop(p) for p in own if p in of_gradient}
-            if state or gradient or not trained.isdisjoint(map(id, own)):
-                parked_gradients = self._gradients(optimizer, gradient)
-                self._parked.append(ParkedStates(optimizer, state, self._depot, tier, self._say, parked_gradients, weights))
-
-    def _grow(self, states: tuple[StateParking, ...], weights: ParkedWeights | None, trained: frozenset[int]) -> None:
-        """These states are parked from now on: those that are already, which stay away meanwhile, and others."""
-        self._room_nbytes = _tier_nbytes_of(states) - _tier_nbytes_of(self._states)
-        self._states, self._trained = states, trained
-        named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
-        of_state, of_gradient = (_of(states, what, named) for what in get_args(Read))
-        for each in self._parked:
-            own = parameters_of(each.optimizer)
-            each.weights = weights
-            gradients = {p: of_gradient.pop(p) for p in own if p in of_gradient}
-            each.add({p: of_state[p] for p in own if p in of_state}, gradients, self._gradients)
 
     def _copy_beside_backward(self) -> None:
         """Copies run beside backward where the states say so, unless a module has hooks there, which may write what is being

@@ -20,7 +20,7 @@ import torch
 from torch import optim
 
 from lightning_memopt.device.places import has_memory, is_on, on_host
-from lightning_memopt.record import Outside, double_of, is_registered
+from lightning_memopt.record import Outside, double_of, is_registered, rule_of
 from lightning_memopt.runtime.early_updates import step_without_hooks
 from lightning_memopt.runtime.state_dicts import as_it_is
 from lightning_memopt.session.observe.graphs import pieces
@@ -153,9 +153,9 @@ class _Ledger(Outside):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return self.value
-        for place in _written(func):
-            written = args[place] if place < len(args) else None
-            self.written |= {t.untyped_storage()._cdata for t in tree_leaves(written) if isinstance(t, torch.Tensor)}
+        given = dict[Any, Any](enumerate(args)) | (kwargs or {})
+        written = tree_leaves([given.get(place) for place in rule_of(func).writes])
+        self.written |= {t.untyped_storage()._cdata for t in written if isinstance(t, torch.Tensor)}
         if _only_writes(func) and args[0] and all(t.is_meta for t in args[0]):
             return None  # its kernels for `meta` would look at each tensor, and do nothing
         self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
@@ -203,13 +203,6 @@ class _Ledger(Outside):
             else:
                 live.pop(key, None)
         return pieces(self.peak_nbytes - self.live_nbytes, (n for key, n in live.items() if key not in self._storages))
-
-
-@cache
-def _written(func: Any) -> list[int]:
-    """Places of the arguments that an op writes to."""
-    arguments = enumerate(func._schema.arguments)
-    return [i for i, a in arguments if not a.kwarg_only and a.alias_info is not None and a.alias_info.is_write]
 
 
 @cache

@@ -192,6 +192,18 @@ class Decays(Own):
                     p.sub_(p.grad)
 
 
+class DecaysOut(Own):
+    """By an op whose result is an argument by keyword."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                torch.mul(p, 0.9, out=p)
+                if p.grad is not None:
+                    p.sub_(p.grad)
+
+
 class DecaysMomentum(Own):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -224,6 +236,7 @@ class Needs(Own):
 
 REFUSED = {
     Decays: "also updates a parameter that has no gradient",
+    DecaysOut: "also updates a parameter that has no gradient",
     DecaysMomentum: "also updates a parameter that has no gradient",
     CountsAlways: "also updates a parameter that has no gradient",
     Needs: "fails where a parameter has no gradient",
