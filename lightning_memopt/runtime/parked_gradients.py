@@ -189,7 +189,7 @@ class ParkedGradients:
     """Gradients of some parameters of one optimizer, on one device, parked until its step reads them.
 
     moved_nbytes: bytes that were copied so far, out and back.
-    places: identity of a parameter -> the place of its gradients.
+    nbytes, places: identity of a parameter -> bytes of its gradient, and their place.
     tier_nbytes: bytes that all places take.
 
     Raises OffloadError where there is no memory for them.
@@ -213,7 +213,8 @@ class ParkedGradients:
         self._parameters = list(nbytes)
         self.tier_nbytes = on_shelf(nbytes.values())
         self._shelf = Shelf(self.tier_nbytes, directory, self._parameters[0].device, limit_nbytes)
-        self.places = {id(p): _Place(self._shelf, n) for p, n in nbytes.items()}
+        self.nbytes = {id(p): n for p, n in nbytes.items()}
+        self.places = {key: _Place(self._shelf, n) for key, n in self.nbytes.items()}
         self._hooks = {id(p): _listened(p, self._accumulated) for p in self._parameters}
         self._later: frozenset[int] = frozenset()
         self._turns: frozenset[int] = frozenset()
@@ -276,11 +277,6 @@ class ParkedGradients:
                 return 0
             return 0 if was_away else gradient.nbytes
 
-    @property
-    def nbytes(self) -> dict[int, int]:
-        """Identity of a parameter -> bytes of its gradient."""
-        return {key: place.nbytes for key, place in self.places.items()}
-
     @contextlib.contextmanager
     def there(self, parameters: Sequence[torch.Tensor], fused: bool = False) -> Iterator[None]:
         """Within, the gradients of these parameters are on the device: the optimizer reads them, by fused kernels or not. Where
@@ -299,7 +295,7 @@ class ParkedGradients:
             for place, gradient in gradients:
                 place.drop(gradient, may_write)
 
-    def keep(self, parameters: Collection[torch.Tensor]) -> None:
+    def park_only(self, parameters: Collection[torch.Tensor]) -> None:
         """From now on, only the gradients of these parameters are parked."""
         self.leave()
         self._parameters = [p for p in self._parameters if p in parameters]
@@ -307,6 +303,7 @@ class ParkedGradients:
         self._stop_listening(self._hooks.keys() - kept)
         self._bring_home(self.places.keys() - kept)
         self.places = {key: place for key, place in self.places.items() if key in kept}
+        self.nbytes = {key: self.nbytes[key] for key in self.places}
 
     def _stop_listening(self, keys: Iterable[int]) -> None:
         for key in tuple(keys):

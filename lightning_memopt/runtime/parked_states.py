@@ -196,10 +196,10 @@ class ParkedStates:
             self._gradients.close()
             self._gradients = None
 
-    def keep(self, states: Collection[torch.Tensor], gradients: Collection[torch.Tensor]) -> None:
+    def park_only(self, states: Collection[torch.Tensor], gradients: Collection[torch.Tensor]) -> None:
         """From now on, only the state and the gradients of these parameters are parked."""
         if self._gradients is not None:
-            self._gradients.keep(gradients)
+            self._gradients.park_only(gradients)
             if not self._gradients.places:
                 self._close_gradients()
         goes, self.parameters = self.parameters, [p for p in self.parameters if p in states]

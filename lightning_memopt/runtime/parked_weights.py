@@ -15,7 +15,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -189,7 +189,7 @@ class ParkedWeights:
         self._streams = OwnStreams()  # for copies ahead
         self._units: dict[str, _Unit] = {}
         self._trained: dict[int, WeightMemory] = {}  # by the identity of the parameter
-        self._forward: tuple[Callable[[], Callable[[], None] | None], int] = _none, 0
+        self._forward: tuple[weakref.WeakMethod[Callable[[], None]], int] | None = None
         self._forking: list[WeightMemory] = []
         self._listening = contextlib.ExitStack()
         weakref.finalize(self, self._listening.close).atexit = False
@@ -200,7 +200,7 @@ class ParkedWeights:
         """The modules whose weights are parked."""
         return frozenset(self._units)
 
-    def put(
+    def add(
         self,
         path: str,
         module: nn.Module,
@@ -253,12 +253,12 @@ class ParkedWeights:
         """
         self._forward = weakref.WeakMethod(pass_fences), threading.get_ident()
 
-    def home(self, paths: Iterable[str]) -> None:
-        """The weights of these modules are on the device from now on, as without us. Raises torch.OutOfMemoryError where there
-        is no room: they stay in the tier, and can be read.
+    def park_only(self, paths: Collection[str]) -> None:
+        """From now on, only the weights of these modules are parked; others are on the device, as without us. Raises
+        torch.OutOfMemoryError where there is no room: they stay in the tier, and can be read.
         """
         self.backward_ended()
-        for path in tuple(paths):
+        for path in self.paths.difference(paths):
             self._units[path].close()
             del self._units[path]
         if not self._units:
@@ -273,11 +273,11 @@ class ParkedWeights:
 
     def let_go(self) -> None:
         """Park no weights that have been given other storages meanwhile."""
-        self.home([path for path, unit in self._units.items() if not unit.is_current])
+        self.park_only([path for path, unit in self._units.items() if unit.is_current])
 
     def close(self) -> None:
         """All weights are on the device from now on. May be called again."""
-        self.home(self._units)
+        self.park_only(())
 
     @uncompiled
     def backward_ended(self, raised: bool = True) -> None:
@@ -381,9 +381,10 @@ class ParkedWeights:
     def _begins(self, unit: _Unit) -> None:
         with self._lock:
             if backward_task() == -1:
-                pass_fences, thread = self._forward[0](), self._forward[1]
-                if pass_fences is not None and thread == threading.get_ident():
-                    pass_fences()
+                if self._forward is not None and self._forward[1] == threading.get_ident():
+                    pass_fences = self._forward[0]()
+                    if pass_fences is not None:
+                        pass_fences()
                 self._fetch(unit, "forward")
             else:  # a checkpoint runs the module again: its backward follows
                 self._backward_in(unit)
@@ -441,10 +442,6 @@ class ParkedWeights:
             elif not before.calls:
                 self._drop(before)
             self._fetch(unit, "backward")
-
-
-def _none() -> None:
-    """No forward."""
 
 
 _living: weakref.WeakSet[ParkedWeights] = weakref.WeakSet()

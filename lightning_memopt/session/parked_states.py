@@ -108,7 +108,7 @@ class StatesAtRest(Part):
                     each.weights = weights
                 named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
                 for each in self._parked if len(wanted) < len(now) else ():
-                    each.keep(*(_of(states, what, named).keys() for what in get_args(Read)))
+                    each.park_only(*(_of(states, what, named).keys() for what in get_args(Read)))
             elif now and now.items() <= wanted.items() and self._have_chunks(trained) and self._have(states):
                 self._grow(states, weights, trained)
             else:
