@@ -28,9 +28,10 @@ from lightning_memopt.record import parameters_of
 from lightning_memopt.runtime.early_updates import Reason
 from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
 from lightning_memopt.runtime.parked_gradients import ParkedGradients
-from lightning_memopt.runtime.parked_states import ParkedStates, parkable
+from lightning_memopt.runtime.parked_states import ParkedStates
 from lightning_memopt.runtime.parked_weights import ParkedWeights
 from lightning_memopt.runtime.state_chunks import chunks_of
+from lightning_memopt.runtime.state_copies import parkable
 from lightning_memopt.runtime.tiers import Tier
 from lightning_memopt.runtime.tiers.shelf import on_shelf
 from lightning_memopt.session.measure.peak_meter import in_compiled_code
