@@ -27,7 +27,7 @@ class WeightMemory(Exchanged):
 
     def __init__(self, weight: torch.Tensor, shelf: Shelf) -> None:
         super().__init__(shelf, weight.nbytes)
-        self._weight = weight
+        self._weight, self.identity, self.device = weight, id(weight), weight.device
         self._bytes = bytes_of(weight)  # a tensor on the storage
         self.is_lent = False
         self._copy_out()
@@ -40,14 +40,6 @@ class WeightMemory(Exchanged):
         weakref.finalize(self, AWAY.discard, storage_id(self._bytes)).atexit = False  # another storage may get this identity
         if self._is_at(self._here_at):
             self._leave(self._bytes)
-
-    @property
-    def identity(self) -> int:
-        return id(self._weight)
-
-    @property
-    def device(self) -> torch.device:
-        return self._bytes.device
 
     @property
     def is_trained(self) -> bool:
@@ -130,7 +122,7 @@ class WeightMemory(Exchanged):
         """Whether the device's memory has other bytes than the tier's. Writes through `.data` and NumPy, and `_foreach_` ops of
         CUDA, count in no version; so where the device reads the tier as fast as its own memory, bytes are compared.
         """
-        if not on_host(self._bytes.device):
+        if not on_host(self.device):
             return self._weight._version != self._version
         whole = self.nbytes // 8 * 8
         pairs = [(self._bytes[:whole].view(torch.int64), self._there[:whole].view(torch.int64))]
