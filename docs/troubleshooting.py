@@ -133,7 +133,7 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "There is no memory for them in the tier, or the device cannot read it.",
         "Do what the line says, or set a larger budget.",
     ),
-    ("runtime/parked_states.py", "MemOpt: optimizer state that the plan parks"): (
+    ("runtime/state_copies.py", "MemOpt: optimizer state that the plan parks"): (
         "The plan copies optimizer state to a tier between updates. Other code reads some of it or holds it, or it cannot be "
         "written. It has the right bits wherever it is, but a step takes more bytes than predicted.",
         "Let go of checkpoints and state dicts that the loop holds, or make room in the tier.",

@@ -18,7 +18,8 @@ import torch
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Plan
 from lightning_memopt.record import parameters_of
-from lightning_memopt.runtime.parked_states import ParkedState, parkable
+from lightning_memopt.runtime.state_copies import parkable
+from lightning_memopt.runtime.state_dicts import ParkedState
 from lightning_memopt.runtime.tiers.shelf import is_away
 from lightning_memopt.session import parked_states, parked_weights
 from lightning_memopt.session.judge.states import Running

@@ -44,11 +44,11 @@ def to_device(model: Model, device: torch.device | str = "cuda", trained: bool =
             if parked.has(path, module, weights):
                 continue
             if path in parked.paths:
-                parked.home([path])  # a loop has moved the weights meanwhile (`model.cpu()`)
+                parked.park_only(parked.paths - {path})  # a loop has moved the weights meanwhile (`model.cpu()`)
             with below_autograd():
                 for weight in weights:
                     weight.data = weight.data.to(device)
-            parked.put(path, module, weights)
+            parked.add(path, module, weights)
     return model.to(device)
 
 

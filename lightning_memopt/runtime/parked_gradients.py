@@ -1,19 +1,15 @@
 """Gradients that are parked in memory beside the device from when autograd has accumulated them until the optimizer reads them.
 
-As with parked weights, the storage of a gradient that is away has the tier's own memory, which the device can read and write:
-clipping, a GradScaler, another backward that adds to it and a loop that logs a norm get its bits, only slower. A step of the
-optimizer has the gradients of a chunk of parameters on the device at a time (state_chunks.py).
+A gradient that is away can be read and written (tiers/exchanged.py has the rules): by clipping, a GradScaler, another backward
+that adds to it. A step of the optimizer has the gradients of a chunk of parameters on the device at a time (state_chunks.py).
 
 A gradient may leave *later*: its copy runs while backward goes on, and it is on the device until the next one is accumulated.
 
-Q1. The tier has a gradient's bytes before its storage gets the tier's memory.
-Q2. A gradient that the optimizer may have written is copied to the tier again before the device's memory is freed.
-Q3. A parameter has one place in the tier. A gradient that somebody still holds when the next one comes, goes back to the device
-    before its place is written.
-Q4. At the end of a run all gradients are on the device again, in memory of torch's allocator, as far as it has room for them.
-    The others keep their place in the tier as long as they live.
-Q5. Memory that was handed out (`numpy()`) stays where it is, and its bytes with it: nothing is written to its place any more.
-Q6. A gradient that was written while its copy ran is copied again. One that a hook of the user may write where no version
+Q1. A parameter has one place in the tier. A gradient that somebody still holds when the next one comes, goes back to the device
+    before its place is written. One whose memory was handed out stays where it is, and its bytes with it.
+Q2. At the end of a run all gradients are on the device again, as far as it has room for them. The others keep their place in
+    the tier as long as they live.
+Q3. A gradient that was written while its copy ran is copied again. One that a hook of the user may write where no version
     counter shows it does not leave later.
 """
 
@@ -34,13 +30,13 @@ from lightning_memopt.device.backends import backend_of
 from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.logs import Once
-from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import fills, is_plain, uncompiled, unwatched
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.leaving import leaves
 from lightning_memopt.record.tensors import bytes_of, in_shared_memory, is_foreign
-from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, on_shelf, storage_on, unobserved
-from lightning_memopt.runtime.tiers.streams import OwnStreams, copy, freed_in_order, marked, queued_on
+from lightning_memopt.runtime.tiers.exchanged import NOTHING, Exchanged
+from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, on_shelf, storage_on
+from lightning_memopt.runtime.tiers.streams import OwnStreams, copy, marked, queued_on
 from lightning_memopt.torch_private import accumulation_hooks, gradient_of, queue_callback, storage_id
 
 _PACKAGE = __name__.partition(".")[0]
@@ -76,47 +72,38 @@ class _Leaving(NamedTuple):
     copied: Any
 
 
-class _Place:
-    """The place of one parameter's gradients in the tier. All calls are below autograd.
+class _Place(Exchanged):
+    """The place of one parameter's gradients in the tier, which they have in turns."""
 
-    nbytes: the most bytes that it has room for.
-    """
-
-    def __init__(self, shelf: Shelf, nbytes: int, native: Any) -> None:
-        self.nbytes = nbytes
-        self._shelf = shelf
-        self._offset = shelf.take(nbytes)
-        self._native = native
+    def __init__(self, shelf: Shelf, nbytes: int) -> None:
+        super().__init__(shelf, nbytes)
         self._storage: weakref.ref[Any] = weakref.ref(torch.empty(0).untyped_storage())  # of the gradient that has this place
-        self._version = 0
-        self._away_at = self._here_at = 0
-        self._beside = _NOTHING  # the tier's memory while the gradient is on the device
 
     def has(self, gradient: torch.Tensor) -> bool:
         """Whether this gradient has this place, on the device or away."""
         return self._storage() is gradient.untyped_storage()
 
     def is_away(self, gradient: torch.Tensor) -> bool:
-        return self.has(gradient) and gradient.untyped_storage().data_ptr() == self._away_at
+        storage = gradient.untyped_storage()
+        return self._storage() is storage and storage.data_ptr() == self._away_at
 
     def park(self, gradient: torch.Tensor) -> None:
         """Raises OffloadError where it cannot be copied."""
         if gradient.nbytes > self.nbytes:
             return
         if not self.has(gradient):
-            self.bring_home()  # Q3
+            self.bring_home()  # Q1
         elif self.is_away(gradient) and (self._shelf.keeps_writes or gradient._version == self._version):
             return
         flat = bytes_of(gradient)
-        self._is_in_tier(gradient, self._shelf.put(flat, self._offset, "a gradient"))
-        self._leave(flat, gradient._version)
+        self._is_in_tier(gradient, flat, self._shelf.put(flat, self._offset, "a gradient"))
 
     def begin_leaving(self, gradient: torch.Tensor, stream: Any) -> _Leaving | None:
         """Begin to copy it out on this stream. Returns None where it did not: it is away, or has to leave at once."""
         if gradient.nbytes > self.nbytes or self.is_away(gradient):
             return None
         if not self.has(gradient):
-            self.bring_home()  # Q3
+            self.bring_home()  # Q1
         flat, streams = bytes_of(gradient), backend_of(gradient.device).streams
         written = marked(streams, streams.current_stream(gradient.device))
         with queued_on(streams, stream, gradient.device):
@@ -125,61 +112,50 @@ class _Place:
         return _Leaving(gradient, flat, flat.data_ptr(), gradient._version, memory, marked(streams, stream))
 
     def end_leaving(self, leaving: _Leaving) -> torch.Tensor | None:
-        """The gradient whose copy was begun is away, after that copy. Returns it if it has to be copied again (Q6)."""
+        """The gradient whose copy was begun is away, after that copy. Returns it if it has to be copied again (Q3)."""
         gradient, flat = leaving.gradient, leaving.flat
         backend_of(flat.device).streams.current_stream(flat.device).wait_event(leaving.copied)
         is_same = gradient.untyped_storage().data_ptr() == leaving.address and gradient._version == leaving.version
         if not is_same or is_foreign(gradient):
             return gradient
-        self._is_in_tier(gradient, leaving.memory)
-        self._leave(flat, leaving.version)
+        self._is_in_tier(gradient, flat, leaving.memory)
         return None
 
-    def _is_in_tier(self, gradient: torch.Tensor, memory: memoryview) -> None:
-        """The bytes of a gradient are in this memory of the tier."""
-        self._beside = storage_on(memory)
-        self._away_at, self._here_at = self._beside.data_ptr(), 0
+    def _is_in_tier(self, gradient: torch.Tensor, flat: torch.Tensor, memory: memoryview) -> None:
+        """The bytes of a gradient, as they are now, are in this memory of the tier: it leaves."""
+        self._beside, self._here_at = storage_on(memory), 0
         if not self.has(gradient):
             self._storage = weakref.ref(gradient.untyped_storage())
             # also if somebody gives it other memory; another storage may get this identity
             weakref.finalize(gradient.untyped_storage(), AWAY.discard, storage_id(gradient)).atexit = False
-
-    def _leave(self, flat: torch.Tensor, version: int) -> None:
-        if flat.untyped_storage().data_ptr() != self._away_at:
-            freed_in_order(flat)
-        self._native.exchange(flat, self._beside)  # Q1
+        self._version = gradient._version
+        self._leave(flat)
         leaves(flat)
-        self._version = version
-        AWAY.add(storage_id(flat))
-        self._beside = _NOTHING  # the device's memory is freed
 
     def fetch(self, gradient: torch.Tensor) -> int:
         """The gradient is on the device, for work on the current stream. Returns the bytes that were copied."""
-        if not self.is_away(gradient) or is_foreign(gradient):  # Q5
+        if not self.is_away(gradient) or is_foreign(gradient):  # X5
             return 0
         flat = bytes_of(gradient)
-        with unobserved(flat.device):
-            here = torch.empty_like(flat)
+        here = self._empty(flat)
         copy(here, flat)
         self._version = gradient._version
-        self._here_at = here.data_ptr()
-        self._native.exchange(flat, here)
-        self._beside = here
-        AWAY.discard(storage_id(flat))
+        self._come(flat, here)
         return gradient.nbytes
 
     def drop(self, gradient: torch.Tensor, changed: bool) -> None:
         """The gradient is away again. `changed`: it may have been written where no version counter shows it."""
-        if not self._here_at or not self.has(gradient) or gradient.untyped_storage().data_ptr() != self._here_at:
+        storage = gradient.untyped_storage()
+        if not self._here_at or self._storage() is not storage or storage.data_ptr() != self._here_at:
             return
-        if is_foreign(gradient):  # Q5
-            self._here_at, self._beside = 0, _NOTHING
-            return
-        if changed or gradient._version != self._version:
-            self.park(gradient)  # Q2
+        if is_foreign(gradient):  # X5
+            self._here_at, self._beside = 0, NOTHING
+        elif changed or gradient._version != self._version:
+            self.park(gradient)  # X2
         else:
-            self._here_at = 0
-            self._leave(bytes_of(gradient), self._version)
+            flat = bytes_of(gradient)
+            self._leave(flat)
+            leaves(flat)
 
     def bring_home(self) -> None:
         """Whoever still holds the gradient that has this place, has it on the device. Raises torch.OutOfMemoryError where there
@@ -188,14 +164,12 @@ class _Place:
         storage = self._storage()
         if storage is not None and storage.data_ptr() == self._away_at:
             flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            if is_foreign(flat):  # Q5
+            if is_foreign(flat):  # X5
                 pages = flat[:: mmap.PAGESIZE]
                 pages.copy_(pages.clone())  # pages that are written are no longer those of the file
+                AWAY.discard(storage_id(flat))
             else:
-                home = torch.empty_like(flat)
-                home.copy_(flat)
-                self._native.exchange(flat, home)
-            AWAY.discard(storage_id(flat))
+                self._come_home(flat, flat)
         self._here_at = 0
 
     def outlives(self, run: Any) -> None:
@@ -215,7 +189,7 @@ class ParkedGradients:
     """Gradients of some parameters of one optimizer, on one device, parked until its step reads them.
 
     moved_nbytes: bytes that were copied so far, out and back.
-    places: identity of a parameter -> the place of its gradients.
+    nbytes, places: identity of a parameter -> bytes of its gradient, and their place.
     tier_nbytes: bytes that all places take.
 
     Raises OffloadError where there is no memory for them.
@@ -232,9 +206,6 @@ class ParkedGradients:
         """`nbytes`: parameter -> bytes of its gradient. `directory`: for files; None: the system's. `limit_nbytes`: the most
         bytes that this process may have in such tiers.
         """
-        native = loaded()
-        if native is None:
-            raise OffloadError("the native engine is not there; install a C++ compiler")
         self.moved_nbytes = 0
         self._optimizer = optimizer
         self._say_once = Once(say)
@@ -242,7 +213,8 @@ class ParkedGradients:
         self._parameters = list(nbytes)
         self.tier_nbytes = on_shelf(nbytes.values())
         self._shelf = Shelf(self.tier_nbytes, directory, self._parameters[0].device, limit_nbytes)
-        self.places = {id(p): _Place(self._shelf, n, native) for p, n in nbytes.items()}
+        self.nbytes = {id(p): n for p, n in nbytes.items()}
+        self.places = {key: _Place(self._shelf, n) for key, n in self.nbytes.items()}
         self._hooks = {id(p): _listened(p, self._accumulated) for p in self._parameters}
         self._later: frozenset[int] = frozenset()
         self._turns: frozenset[int] = frozenset()
@@ -305,11 +277,6 @@ class ParkedGradients:
                 return 0
             return 0 if was_away else gradient.nbytes
 
-    @property
-    def nbytes(self) -> dict[int, int]:
-        """Identity of a parameter -> bytes of its gradient."""
-        return {key: place.nbytes for key, place in self.places.items()}
-
     @contextlib.contextmanager
     def there(self, parameters: Sequence[torch.Tensor], fused: bool = False) -> Iterator[None]:
         """Within, the gradients of these parameters are on the device: the optimizer reads them, by fused kernels or not. Where
@@ -328,7 +295,7 @@ class ParkedGradients:
             for place, gradient in gradients:
                 place.drop(gradient, may_write)
 
-    def keep(self, parameters: Collection[torch.Tensor]) -> None:
+    def park_only(self, parameters: Collection[torch.Tensor]) -> None:
         """From now on, only the gradients of these parameters are parked."""
         self.leave()
         self._parameters = [p for p in self._parameters if p in parameters]
@@ -336,6 +303,7 @@ class ParkedGradients:
         self._stop_listening(self._hooks.keys() - kept)
         self._bring_home(self.places.keys() - kept)
         self.places = {key: place for key, place in self.places.items() if key in kept}
+        self.nbytes = {key: self.nbytes[key] for key in self.places}
 
     def _stop_listening(self, keys: Iterable[int]) -> None:
         for key in tuple(keys):
@@ -346,7 +314,7 @@ class ParkedGradients:
             self._bring_home(self.places)
 
     def close(self) -> None:
-        """Q4. May be called again."""
+        """Q2. May be called again."""
         self.leave()
         self._stop_listening(self._hooks)
         if self._bring_home(self.places):
@@ -405,4 +373,3 @@ def _before_fork() -> None:
 
 
 os.register_at_fork(before=_before_fork)
-_NOTHING = torch.empty(0, dtype=torch.uint8)

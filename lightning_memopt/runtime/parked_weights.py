@@ -1,17 +1,10 @@
 """Weights that are parked in memory beside the device, and are on the device only while their module runs, or are updated.
 
-A weight that is away is not empty: its storage has the tier's own memory, which the device can read. So whoever reads a weight
-that is away gets its bits, only slower: a node of backward that runs in another order, a checkpoint, a loop that logs a norm.
-Whoever writes to it, writes to the tier. A weight whose address NumPy has does not move, wherever it is.
+A weight that is away can be read and written (tiers/exchanged.py has the rules). It may be copied ahead of its module, on a
+stream of its own, while another module computes. Until its module runs, it stays away.
 
-A weight may be copied ahead of its module, on a stream of its own, while another module computes. Until its module runs, it
-stays away: its storage has the tier's memory.
-
-W1. The tier has a weight's bytes before its storage gets the tier's memory, and keeps them until the run is over.
-W2. A weight that was written while it was on the device, or may have been, is copied to the tier before the device's memory is
-    freed. Where that fails, it stays.
-W3. At the end of a run all weights are on the device again, in memory of torch's allocator.
-W4. A copy ahead begins after all work that was queued on the current stream, so after that which used its memory before. The
+W1. The tier has room for all weights until the run is over. Then they are on the device again.
+W2. A copy ahead begins after all work that was queued on the current stream, so after that which used its memory before. The
     module's work begins after the copy, and so does whatever gets this memory next. If the weight was written meanwhile, it is
     copied again.
 """
@@ -22,7 +15,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -33,7 +26,6 @@ from lightning_memopt.device.backends import backend_of
 from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.logs import Once, silent
-from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import WeightParking
 from lightning_memopt.record import beneath_calls, uncompiled, unwatched
 from lightning_memopt.record.backwards import after_failed_backwards
@@ -62,7 +54,7 @@ class _Unit:
     next: for the forward and for backward, the unit that is copied ahead while this one computes.
     """
 
-    def __init__(self, module: nn.Module, weights: Sequence[torch.Tensor], shelf: Shelf, native: Any) -> None:
+    def __init__(self, module: nn.Module, weights: Sequence[torch.Tensor], shelf: Shelf) -> None:
         self.calls = 0
         self.in_backward = True
         self.device = weights[0].device
@@ -76,7 +68,7 @@ class _Unit:
         try:
             with below_autograd(), unwatched():
                 for weight in weights:
-                    self._weights.append(WeightMemory(weight, shelf, native))
+                    self._weights.append(WeightMemory(weight, shelf))
         except BaseException:
             self.close()
             raise
@@ -113,7 +105,7 @@ class _Unit:
         return sum(weight.nbytes for weight in self._weights if weight.is_away)
 
     def copy_ahead(self, stream: Any) -> None:
-        """Begin to copy what is away, on this stream (W4). Without room for it, it is copied when it is needed."""
+        """Begin to copy what is away, on this stream (W2). Without room for it, it is copied when it is needed."""
         if self._copies_on is not None:
             return
         with below_autograd(), unwatched(), contextlib.suppress(torch.OutOfMemoryError):
@@ -127,7 +119,7 @@ class _Unit:
 
     def _wait_copied(self) -> None:
         if self._copies_on is not None:
-            self._streams.current_stream(self.device).wait_stream(self._copies_on)  # W4
+            self._streams.current_stream(self.device).wait_stream(self._copies_on)  # W2
             self._copies_on = None
 
     def fetch(self) -> None:
@@ -169,7 +161,7 @@ class _Unit:
         self._weights.clear()
 
     def close(self) -> None:
-        """W3. May be called again: a weight for which there is no room raises, and stays in the tier."""
+        """W1. May be called again: a weight for which there is no room raises, and stays in the tier."""
         self.listening.close()
         self.stop()
         with below_autograd(), unwatched():
@@ -197,7 +189,7 @@ class ParkedWeights:
         self._streams = OwnStreams()  # for copies ahead
         self._units: dict[str, _Unit] = {}
         self._trained: dict[int, WeightMemory] = {}  # by the identity of the parameter
-        self._forward: tuple[Callable[[], Callable[[], None] | None], int] = _none, 0
+        self._forward: tuple[weakref.WeakMethod[Callable[[], None]], int] | None = None
         self._forking: list[WeightMemory] = []
         self._listening = contextlib.ExitStack()
         weakref.finalize(self, self._listening.close).atexit = False
@@ -208,7 +200,7 @@ class ParkedWeights:
         """The modules whose weights are parked."""
         return frozenset(self._units)
 
-    def put(
+    def add(
         self,
         path: str,
         module: nn.Module,
@@ -221,11 +213,8 @@ class ParkedWeights:
 
         Raises OffloadError.
         """
-        native = loaded()
-        if native is None:
-            raise OffloadError("the native engine is not there; install a C++ compiler")
         shelf = Shelf(on_shelf(w.nbytes for w in weights), directory, weights[0].device, limit_nbytes)
-        unit = self._units[path] = _Unit(module, weights, shelf, native)
+        unit = self._units[path] = _Unit(module, weights, shelf)
         gone = weakref.finalize(module, unit.listening.close)  # else whoever listens to calls would hold the weights
         gone.atexit = False
         unit.listening.callback(gone.detach)
@@ -264,12 +253,12 @@ class ParkedWeights:
         """
         self._forward = weakref.WeakMethod(pass_fences), threading.get_ident()
 
-    def home(self, paths: Iterable[str]) -> None:
-        """The weights of these modules are on the device from now on, as without us. Raises torch.OutOfMemoryError where there
-        is no room: they stay in the tier, and can be read.
+    def park_only(self, paths: Collection[str]) -> None:
+        """From now on, only the weights of these modules are parked; others are on the device, as without us. Raises
+        torch.OutOfMemoryError where there is no room: they stay in the tier, and can be read.
         """
         self.backward_ended()
-        for path in tuple(paths):
+        for path in self.paths.difference(paths):
             self._units[path].close()
             del self._units[path]
         if not self._units:
@@ -284,11 +273,11 @@ class ParkedWeights:
 
     def let_go(self) -> None:
         """Park no weights that have been given other storages meanwhile."""
-        self.home([path for path, unit in self._units.items() if not unit.is_current])
+        self.park_only([path for path, unit in self._units.items() if unit.is_current])
 
     def close(self) -> None:
         """All weights are on the device from now on. May be called again."""
-        self.home(self._units)
+        self.park_only(())
 
     @uncompiled
     def backward_ended(self, raised: bool = True) -> None:
@@ -392,9 +381,10 @@ class ParkedWeights:
     def _begins(self, unit: _Unit) -> None:
         with self._lock:
             if backward_task() == -1:
-                pass_fences, thread = self._forward[0](), self._forward[1]
-                if pass_fences is not None and thread == threading.get_ident():
-                    pass_fences()
+                if self._forward is not None and self._forward[1] == threading.get_ident():
+                    pass_fences = self._forward[0]()
+                    if pass_fences is not None:
+                        pass_fences()
                 self._fetch(unit, "forward")
             else:  # a checkpoint runs the module again: its backward follows
                 self._backward_in(unit)
@@ -452,10 +442,6 @@ class ParkedWeights:
             elif not before.calls:
                 self._drop(before)
             self._fetch(unit, "backward")
-
-
-def _none() -> None:
-    """No forward."""
 
 
 _living: weakref.WeakSet[ParkedWeights] = weakref.WeakSet()

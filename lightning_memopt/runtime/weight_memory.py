@@ -1,10 +1,9 @@
-"""The memory of one weight that may be parked: the device's, or a tier's. (Rules: `parked_weights`.)"""
+"""The memory of one weight that may be parked. (Rules: `parked_weights`.)"""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import Any
 
 import torch
 
@@ -14,27 +13,22 @@ from lightning_memopt.native.engine import loaded
 from lightning_memopt.record import fills, unwatched
 from lightning_memopt.record.tensors import bytes_of, has_plain_bytes, in_shared_memory
 from lightning_memopt.runtime.parked_gradients import has_hooks_of_others
-from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, is_away, storage_on, unobserved
+from lightning_memopt.runtime.tiers.exchanged import Exchanged
+from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, is_away, storage_on
 from lightning_memopt.runtime.tiers.streams import copy, freed_in_order
 from lightning_memopt.torch_private import is_copied_on_write, storage_address, storage_id
 
 
-class WeightMemory:
-    """One weight. All calls are below autograd.
+class WeightMemory(Exchanged):
+    """One weight. Its storage is what is parked: `weight.data = other` gives the weight another one, which is none of ours.
 
-    Its storage is what is parked: `weight.data = other` gives the weight another one, which is none of ours. A storage whose
-    memory is not what we gave it (`resize_`, `share_memory_`) is left alone. The memory's address says which it is, also after
-    an interrupt.
-
-    is_lent: NumPy has its address, so it stays where it is.
+    is_lent: NumPy has its address, so it stays where it is (X5).
     """
 
-    def __init__(self, weight: torch.Tensor, shelf: Shelf, native: Any) -> None:
-        self._weight = weight
-        self._native = native
+    def __init__(self, weight: torch.Tensor, shelf: Shelf) -> None:
+        super().__init__(shelf, weight.nbytes)
+        self._weight, self.identity, self.device = weight, id(weight), weight.device
         self._bytes = bytes_of(weight)  # a tensor on the storage
-        self._shelf, self._offset = shelf, shelf.take(weight.nbytes)
-        self._away_at = 0
         self.is_lent = False
         self._copy_out()
         self._version = weight._version
@@ -45,19 +39,7 @@ class WeightMemory:
         self._copied_version: int | None = None  # what the copy ahead has, once it is queued
         weakref.finalize(self, AWAY.discard, storage_id(self._bytes)).atexit = False  # another storage may get this identity
         if self._is_at(self._here_at):
-            self._leave()
-
-    @property
-    def nbytes(self) -> int:
-        return self._there.numel()
-
-    @property
-    def identity(self) -> int:
-        return id(self._weight)
-
-    @property
-    def device(self) -> torch.device:
-        return self._bytes.device
+            self._leave(self._bytes)
 
     @property
     def is_trained(self) -> bool:
@@ -83,25 +65,18 @@ class WeightMemory:
         with unwatched():  # whose address others have, is never dropped
             storage = self._bytes.untyped_storage()
             is_there = storage.data_ptr() == address and storage.nbytes() == self.nbytes
-            self.is_lent = is_there and self._native.lent(self._bytes, _HOLDERS + 1)
+            self.is_lent = is_there and self._shelf.native.lent(self._bytes, _HOLDERS + 1)
             return is_there and not self.is_lent
 
     def _copy_out(self) -> None:
         memory = self._shelf.put(self._bytes, self._offset, "weights")
-        self._there, self._beside = storage_on(memory), storage_on(memory)  # beside: has the memory that the storage has not
-
-    def _leave(self) -> None:
-        freed_in_order(self._bytes)
-        self._away_at = self._beside.data_ptr()
-        self._native.exchange(self._bytes, self._beside)  # W1
-        AWAY.add(storage_id(self._bytes))
-        self._beside = _NOTHING  # the device's memory is freed
+        self._there, self._beside = storage_on(memory), storage_on(memory)
 
     def take_memory(self) -> None:
         """Take memory on the device for a copy ahead."""
         if self.is_away and self.parks(self._weight):
             self._copied_version = None
-            self._coming = self._empty()
+            self._coming = self._empty(self._bytes)
 
     def copy_ahead(self) -> None:
         """Queue the copy on the current stream, which is not that of the module."""
@@ -112,26 +87,19 @@ class WeightMemory:
 
     def fetch(self) -> None:
         """The weight is on the device, for work on the current stream. A copy ahead has ended for that stream."""
-        beside, self._coming = self._coming, None
-        if self.is_away and self.parks(self._weight):
+        here, self._coming = self._coming, None
+        if self._is_at(self._away_at) and self.parks(self._weight):
             self._version = self._weight._version
-            if beside is None or self._copied_version != self._version:
-                beside = self._empty() if beside is None else beside
-                copy(beside, self._there)
-            self._here_at = beside.data_ptr()
-            self._beside = beside
-            self._native.exchange(self._bytes, beside)
-            AWAY.discard(storage_id(self._bytes))
+            if here is None or self._copied_version != self._version:
+                here = self._empty(self._bytes) if here is None else here
+                copy(here, self._there)
+            self._come(self._bytes, here)
 
     def stop(self) -> None:
         """No copy ahead is wanted. That which was queued has ended for the current stream."""
         if self._coming is not None:
             freed_in_order(self._coming)
             self._coming = None
-
-    def _empty(self) -> torch.Tensor:
-        with unobserved(self._bytes.device):
-            return torch.empty(self.nbytes, dtype=torch.uint8, device=self._bytes.device)
 
     def is_updated(self) -> None:
         """An update writes it now, perhaps where no version counter shows it."""
@@ -145,16 +113,16 @@ class WeightMemory:
             return 0
         self._may_be_written = copied = changed or self._may_be_written or self._written()
         if copied:
-            self._copy_out()  # W2
+            self._copy_out()  # X2
             self._may_be_written = False
-        self._leave()
+        self._leave(self._bytes)
         return self.nbytes if copied else 0
 
     def _written(self) -> bool:
         """Whether the device's memory has other bytes than the tier's. Writes through `.data` and NumPy, and `_foreach_` ops of
         CUDA, count in no version; so where the device reads the tier as fast as its own memory, bytes are compared.
         """
-        if not on_host(self._bytes.device):
+        if not on_host(self.device):
             return self._weight._version != self._version
         whole = self.nbytes // 8 * 8
         pairs = [(self._bytes[:whole].view(torch.int64), self._there[:whole].view(torch.int64))]
@@ -162,13 +130,11 @@ class WeightMemory:
         return not all(torch.equal(here, there) for here, there in pairs)
 
     def close(self) -> None:
-        """W3."""
+        """The weight is on the device from now on."""
         with contextlib.suppress(OffloadError):
             self.drop()
         if self.is_away:
-            home = torch.empty(self.nbytes, dtype=torch.uint8, device=self._bytes.device)
-            home.copy_(self._there)
-            self._native.exchange(self._bytes, home)
+            self._come_home(self._bytes, self._there)
         AWAY.discard(storage_id(self._bytes))
 
 
@@ -193,5 +159,3 @@ _HOLDERS = 2
 """How many hold the storage of a weight that nobody else knows: the weight, and Python, once it has seen the storage. One more
 holds that which is parked.
 """
-
-_NOTHING = torch.empty(0, dtype=torch.uint8)

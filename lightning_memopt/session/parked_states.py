@@ -27,9 +27,10 @@ from lightning_memopt.record import parameters_of
 from lightning_memopt.runtime.early_updates import Reason
 from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
 from lightning_memopt.runtime.parked_gradients import ParkedGradients
-from lightning_memopt.runtime.parked_states import ParkedStates, parkable
+from lightning_memopt.runtime.parked_states import ParkedStates
 from lightning_memopt.runtime.parked_weights import ParkedWeights
 from lightning_memopt.runtime.state_chunks import chunks_of
+from lightning_memopt.runtime.state_copies import parkable
 from lightning_memopt.runtime.tiers import Tier
 from lightning_memopt.runtime.tiers.shelf import on_shelf
 from lightning_memopt.session.measure.peak_meter import in_compiled_code
@@ -132,7 +133,7 @@ class StatesAtRest(Part):
             if more:
                 each.add(*own(each.optimizer), self._gradients)
             elif len(wanted) < len(now):
-                each.keep(of_state.keys(), of_gradient.keys())
+                each.park_only(of_state.keys(), of_gradient.keys())
         if goes_on or not (states or trained):
             return
 

@@ -119,13 +119,13 @@ class WeightsAtRest(Part):
             self.parked = ParkedWeights(self._say)
         wanted = {path: (self.model.get_submodule(path), list(units[path].values())) for path in paths if path in units}
         stays = [path for path in wanted if self.parked.has(path, *wanted[path])]
-        self.parked.home(self.parked.paths.difference(stays))
+        self.parked.park_only(stays)
         try:
             for path in wanted:
                 if path not in self.parked.paths:
                     depots = self.offloading.depots
                     depots.make_room(self.offloading.tier, sum(w.nbytes for w in wanted[path][1]))
-                    self.parked.put(path, *wanted[path], depots.directory, depots.limit_nbytes)
+                    self.parked.add(path, *wanted[path], depots.directory, depots.limit_nbytes)
         except OffloadError as error:
             self._say_once(f"MemOpt: weights that the plan parks stay on the device: {error}")
         self.parked.copy_ahead(weights)

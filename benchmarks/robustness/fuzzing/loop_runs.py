@@ -22,7 +22,7 @@ from benchmarks.robustness.fuzzing.runs import Finding, optimizer_of
 from benchmarks.robustness.loops_judge import Outcome, sizes, within
 from benchmarks.robustness.loops_run import MOVING, forked
 from benchmarks.robustness.scripts import Log, Script, Watch
-from lightning_memopt.runtime import parked_states as parked
+from lightning_memopt.runtime import state_copies
 from lightning_memopt.runtime.tiers.room import taken_nbytes
 from lightning_memopt.session import parked_states as session_parked
 from lightning_memopt.session import parked_weights
@@ -94,7 +94,7 @@ def train(loop: Loop, watch: Watch, log: Log, steps: int) -> dict[str, Any]:
     """The loop as a script of `benchmarks loops`."""
     torch.manual_seed(loop.seed)
     has = loop.features.__contains__
-    for module in (parked, session_parked, parked_weights) if has("parked") else ():
+    for module in (state_copies, session_parked, parked_weights) if has("parked") else ():
         module.LEAST_NBYTES = _LEAST_NBYTES
     model = Network(loop.nodes, has("head"))
     loss_of = LOSSES[loop.seed % len(LOSSES)] if has("head") else F.mse_loss

@@ -14,6 +14,7 @@ import torch
 from lightning_memopt.device.places import on_host
 from lightning_memopt.errors import OffloadError
 from lightning_memopt.native import counter_of
+from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan.tiers import PAGE_NBYTES
 from lightning_memopt.runtime.tiers.base import buffer
 from lightning_memopt.runtime.tiers.room import Room
@@ -48,11 +49,15 @@ class Shelf:
     """`nbytes` of such memory for `device` (see the module). `directory`: for files; None: the system's.
 
     limit_nbytes: the most bytes that this process may have in such tiers.
+    native: the native engine, which exchanges memory.
 
-    Raises OffloadError where it cannot be had.
+    Raises OffloadError where it cannot be had, or there is no native engine.
     """
 
     def __init__(self, nbytes: int, directory: str | None, device: torch.device, limit_nbytes: int | None = None) -> None:
+        self.native = loaded()
+        if self.native is None:
+            raise OffloadError("the native engine is not there; install a C++ compiler")
         self._room = Room("disk" if on_host(device) else "host", nbytes, limit_nbytes)
         self._file = Scratch(nbytes, directory) if on_host(device) else None
         self._pool = None if on_host(device) else HostPool(nbytes, device)

@@ -20,7 +20,7 @@ def parked_of(model: nn.Module, say: Callable[[str], None] = silent) -> Iterator
         for path, module in model.named_children():
             weights = [p for p in module.parameters() if may_be_parked(p)]
             if weights:
-                parked.put(path, module, weights)
+                parked.add(path, module, weights)
         yield parked
     finally:
         parked.close()

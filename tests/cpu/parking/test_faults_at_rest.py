@@ -23,7 +23,7 @@ from torch import nn, optim
 from lightning_memopt import optimize
 from lightning_memopt.errors import OffloadError, TierFullError
 from lightning_memopt.native.engine import loaded
-from lightning_memopt.runtime import install_native, parked_gradients, parked_states, weight_memory
+from lightning_memopt.runtime import install_native, parked_gradients, state_copies, weight_memory
 from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.runtime.tiers import room
 from lightning_memopt.runtime.tiers.disk import _DiskParked
@@ -44,8 +44,8 @@ COPIES: tuple[Door, ...] = (
     (_DiskParked, "wait_stored"),
     (_DiskParked, "fetch"),
     (_DiskParked, "wait_fetched"),
-    (parked_states, "bytes_of"),
-    (parked_states, "empty_storage"),
+    (state_copies, "bytes_of"),
+    (state_copies, "empty_storage"),
     (Shelf, "put"),
     (parked_gradients, "storage_on"),
     (parked_gradients, "copy"),

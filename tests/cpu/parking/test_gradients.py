@@ -17,6 +17,7 @@ from torch import Tensor, nn, optim
 
 from lightning_memopt import optimize
 from lightning_memopt.errors import OffloadError
+from lightning_memopt.native.engine import loaded
 from lightning_memopt.runtime import parked_gradients
 from lightning_memopt.runtime.parked_gradients import ParkedGradients
 from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, is_away
@@ -255,9 +256,10 @@ def test_a_full_disk_keeps_gradients_on_the_device(monkeypatch: pytest.MonkeyPat
     parked.gradients.close()
 
 
-@pytest.mark.parametrize("at", range(6))
-def test_an_interrupt_in_a_copy_loses_nothing(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """Wherever it comes: in the copy out, between it and the exchange, in the copy back. The step may go on."""
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("at", range(24))
+def test_an_interrupt_in_a_copy_loses_nothing(monkeypatch: pytest.MonkeyPatch, at: int, after: bool) -> None:
+    """Wherever it comes: in the copy out, the copy back, an exchange, or between them. The step may go on."""
     parked = Parked()
     count = 0
 
@@ -265,9 +267,11 @@ def test_an_interrupt_in_a_copy_loses_nothing(monkeypatch: pytest.MonkeyPatch, a
         def called(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
             count += 1
-            if count == at + 1:
-                raise KeyboardInterrupt
-            return function(*args, **kwargs)
+            if count != at + 1:
+                return function(*args, **kwargs)
+            if after:
+                function(*args, **kwargs)
+            raise KeyboardInterrupt
 
         return called
 
@@ -275,6 +279,7 @@ def test_an_interrupt_in_a_copy_loses_nothing(monkeypatch: pytest.MonkeyPatch, a
         patch.setattr(parked_gradients, "copy", interrupting(parked_gradients.copy))
         patch.setattr(parked_gradients, "storage_on", interrupting(parked_gradients.storage_on))
         patch.setattr(Shelf, "put", interrupting(Shelf.put))
+        patch.setattr(loaded(), "exchange", interrupting(loaded().exchange))
         with pytest.raises(KeyboardInterrupt):
             for _ in range(3):
                 scaled(parked)
@@ -282,6 +287,8 @@ def test_an_interrupt_in_a_copy_loses_nothing(monkeypatch: pytest.MonkeyPatch, a
                 with parked.gradients.there(list(parked.model.parameters())):
                     pass
     assert parked.is_same()
+    with parked.gradients.there(list(parked.model.parameters())):
+        assert parked.is_same()
     parked.gradients.park()
     assert parked.away() == 4 and parked.is_same()
     parked.gradients.close()

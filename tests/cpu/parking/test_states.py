@@ -20,9 +20,10 @@ from lightning_memopt.errors import InfeasibleError, OffloadError
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.plan import Plan
 from lightning_memopt.plan.files import read_plan, write_plan
-from lightning_memopt.runtime import parked_states
-from lightning_memopt.runtime.parked import Depot
-from lightning_memopt.runtime.parked_states import ParkedStates, parkable
+from lightning_memopt.runtime import state_copies
+from lightning_memopt.runtime.parked import LEAST_NBYTES, Depot
+from lightning_memopt.runtime.parked_states import ParkedStates
+from lightning_memopt.runtime.state_copies import parkable
 from lightning_memopt.runtime.state_dicts import ParkedState
 from lightning_memopt.runtime.tiers import DiskTier
 from tests.cpu.lib.engines import elements
@@ -129,7 +130,7 @@ def test_a_step_has_one_chunk_on_the_device() -> None:
     def reading(state: ParkedState, name: Any) -> None:
         read(state, name)
         tensors = (t for s in trained.optimizer.state.values() for t in dict.values(s))
-        there.append(sum(t.untyped_storage().nbytes() for t in tensors if t.nbytes >= parked_states.LEAST_NBYTES))
+        there.append(sum(t.untyped_storage().nbytes() for t in tensors if t.nbytes >= LEAST_NBYTES))
 
     trained.states._read = reading  # type: ignore[method-assign]
     trained.step()
@@ -256,8 +257,7 @@ def test_a_read_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> No
     assert type(trained.optimizer.param_groups) is list and len(trained.optimizer.param_groups[0]["params"]) == 8
     failing.clear()
     was_away, before = (  # the first chunk, of biases, has been updated
-        [t for t in states_of(optimizer) if t.nbytes >= parked_states.LEAST_NBYTES]
-        for optimizer in (trained.optimizer, plain.optimizer)
+        [t for t in states_of(optimizer) if t.nbytes >= LEAST_NBYTES] for optimizer in (trained.optimizer, plain.optimizer)
     )
     assert len(was_away) == 8 and elements(was_away) == elements(before)
 
@@ -282,7 +282,7 @@ def test_an_interrupt_loses_nothing(model: Callable[[], nn.Module], monkeypatch:
         trained, interrupt = Trained(model=model), Interrupt(k)
         trained.states.park()
         monkeypatch.setattr(trained.states._depot, "store", partial(interrupt, trained.states._depot.store))
-        monkeypatch.setattr(parked_states, "bytes_of", partial(interrupt, parked_states.bytes_of))
+        monkeypatch.setattr(state_copies, "bytes_of", partial(interrupt, state_copies.bytes_of))
         with contextlib.suppress(KeyboardInterrupt):
             trained.step()
         monkeypatch.undo()

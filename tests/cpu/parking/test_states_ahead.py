@@ -10,6 +10,7 @@ import torch
 from torch import optim
 
 from lightning_memopt.runtime import parked_states
+from lightning_memopt.runtime.parked import LEAST_NBYTES
 from lightning_memopt.runtime.state_dicts import ParkedState
 from tests.cpu.lib.times import Known, given
 from tests.cpu.parking.test_states import MIB, Trained, away, bits_left, plainly, trained_by, wide
@@ -23,7 +24,7 @@ def known_times(monkeypatch: pytest.MonkeyPatch) -> None:
 def there_nbytes(optimizer: optim.Optimizer) -> int:
     """Bytes of state that have memory."""
     tensors = (t for s in optimizer.state.values() for t in dict.values(s))
-    return sum(t.untyped_storage().nbytes() for t in tensors if t.nbytes >= parked_states.LEAST_NBYTES)
+    return sum(t.untyped_storage().nbytes() for t in tensors if t.nbytes >= LEAST_NBYTES)
 
 
 def test_the_next_chunk_comes_while_one_is_updated() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_memopt.runtime import parked_states
+from lightning_memopt.runtime import state_copies
 from lightning_memopt.session import parked_states as at_rest
 from lightning_memopt.session import parked_weights
 from tests.cpu.early_updates.test_in_backward_matrix import FEATURES, learn
@@ -25,12 +25,12 @@ def test_exact(name: str, feature: str, backward: str, tmp_path: Path, monkeypat
     """Weights, optimizer state, rates, metrics, steps and generator of the plain Trainer, with all state in the disk tier, and
     the gradients of all parameters that are not updated in backward.
     """
-    monkeypatch.setattr(parked_states, "LEAST_NBYTES", 512)
+    monkeypatch.setattr(state_copies, "LEAST_NBYTES", 512)
     for module in (at_rest, parked_weights):
         monkeypatch.setattr(module, "LEAST_NBYTES", 512)
     moved = []
-    read = parked_states.ParkedStates._read
-    monkeypatch.setattr(parked_states.ParkedStates, "_read", lambda *args: (moved.append(args[-1]), read(*args))[1])
+    read = state_copies.StateCopies._read
+    monkeypatch.setattr(state_copies.StateCopies, "_read", lambda *args: (moved.append(args[-1]), read(*args))[1])
     options = FEATURES[feature]
     _, plain = learn("auto", name, tmp_path / "saved.ckpt", **options)
     trainer, found = learn(memopt(optimizer_in_backward=backward, **PARKED), name, tmp_path / "saved.ckpt", **options)

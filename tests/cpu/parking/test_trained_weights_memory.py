@@ -99,7 +99,7 @@ def test_a_model_that_is_dropped_takes_its_parked_weights_with_it() -> None:
     """`to_device` parks weights without a run, so nobody closes anything."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     parked = ParkedWeights()
-    parked.put("0", model[0], list(model[0].parameters()))
+    parked.add("0", model[0], list(model[0].parameters()))
     model(batch()).sum().backward()
     weight, gone = weakref.ref(model[0].weight), weakref.ref(parked)
     del parked, model

@@ -269,7 +269,7 @@ def test_the_loop_reads_and_writes_weights_that_are_away(other: str) -> None:
 
 
 def test_a_weight_that_is_written_in_its_module_is_written_back() -> None:
-    """`W2`: what the module wrote is there when it runs again."""
+    """`X2`: what the module wrote is there when it runs again."""
 
     class Shrinking(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ def test_the_next_module_is_copied_while_one_computes(layers: nn.Sequential) -> 
 
 
 def test_a_weight_that_is_written_while_it_comes_is_copied_again(layers: nn.Sequential) -> None:
-    """`W4`."""
+    """`W2`."""
     plain = copy.deepcopy(layers)
 
     def writes(model: nn.Sequential) -> Any:
