@@ -28,7 +28,7 @@ from lightning_memopt.fitting.sizes import at_sizes
 from lightning_memopt.fitting.sources import SIZES, Source
 from lightning_memopt.fitting.tiling import InTiles, recorded_in_tiles
 from lightning_memopt.graph import EarlyUpdate, Graph, unmodified_levels
-from lightning_memopt.plan import Machine, Plan, TiledHead, simulate
+from lightning_memopt.plan import LoweringError, Machine, Plan, TiledHead, simulate
 from lightning_memopt.plan.forms import TIERS
 from lightning_memopt.plan.logits import are_worth_tiles
 from lightning_memopt.plan.rates import MachineRates
@@ -274,7 +274,10 @@ class Techniques:
         rests, usable = parked.rests, card.usable_nbytes
         frontier: Frontier
         if known is not None:
-            one = planner.of_one(parked.graph, (known.solver, known.lives), _machine_on(card, self._graph, base))
+            try:
+                one = planner.of_one(parked.graph, (known.solver, known.lives), _machine_on(card, self._graph, base))
+            except LoweringError:  # it rebuilds from a weight that is elsewhere
+                return _Try(parked)
             frontier = replace(one, rests=rests, tiles=base.tiles)
         else:
             places = [(state.what, state.parameter) for state in rests.parked_states]

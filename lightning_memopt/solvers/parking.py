@@ -19,7 +19,10 @@ from lightning_memopt.plan.states import Chunks, StateOf
 from lightning_memopt.plan.states import parked as in_chunks
 from lightning_memopt.plan.weights import UnitOf
 from lightning_memopt.solvers.frontier import Frontier, with_reserved
-from lightning_memopt.solvers.staying import least_parked
+from lightning_memopt.solvers.staying import least_parked, share_parked
+
+_ENOUGH = 1.1
+"""Nothing more is solved for if a plan takes this many times the seconds of what rests, and no more."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Parking(Generic[T]):
     graph: the step, with nothing parked.
     chunks: gives the chunks of its update after backward, if this is parked.
     overlaps: whether it computes while weights are copied.
-    solve: solves for the step with something parked. If a plan for it is known that keeps the budget, it gets that, too.
+    solve: solves for the step with something parked. If a plan is known that may run then, it gets that, too.
     """
 
     graph: Graph
@@ -104,8 +107,19 @@ class Parking(Generic[T]):
         if not tries or not tries[0].fits or tries[0].seconds > parked.rests.seconds:
             tries.append(self.solve(parked, None))
         best = min(tries, key=by_seconds)
-        least = self._least(best.frontier, best.parked, limit_nbytes) if best.fits and best.frontier is not None else None
-        return tries if least is None else [*tries, self.solve(*least)]
+        if best.frontier is None or not best.fits:
+            return tries
+        found = self._least(best.frontier, best.parked, limit_nbytes)
+        if found is not None:
+            tries.append(self._solved(*found))
+        if not tries[-1].fits or tries[-1].seconds > _ENOUGH * tries[-1].parked.rests.seconds:  # saved tensors cost much, too
+            found = share_parked(best.frontier, best.parked, limit_nbytes)
+            if found is not None:
+                tries.append(self._solved(*found))
+        return tries
+
+    def _solved(self, some: Rests, plan: Plan) -> T:
+        return self.solve(self.parked(some), plan)
 
     def _ahead(self, parked: Parked) -> Parked | None:
         """The same, with copies that run while the step computes; None where that hides nothing."""
@@ -114,21 +128,15 @@ class Parking(Generic[T]):
         ahead = Parked.of(self.graph, replace(parked.rests, ahead=True), parked.chunks)
         return ahead if ahead.rests.units or any(state.leaves_before for state in ahead.rests.parked_states) else None
 
-    def _least(self, frontier: Frontier, parked: Parked, limit_nbytes: int) -> tuple[Parked, Plan] | None:
-        """The step with as little parked as makes it fastest within the limit, and a plan for it; None if that is everything.
-        `frontier`: of the step with all of this parked.
-        """
+    def _least(self, frontier: Frontier, parked: Parked, limit_nbytes: int) -> tuple[Rests, Plan] | None:
+        """As `least_parked`."""
 
         def needed_nbytes(some: Rests, plan: Plan) -> int:
             step = updated(self.parked(some).graph, plan.updates)
             candidate = replace(frontier.candidate_of(plan), predicted=simulate(step, plan.lives).predicted)
             return with_reserved(candidate, frontier.machine.reserve(step)).budget_nbytes
 
-        least = least_parked(frontier, parked, limit_nbytes, needed_nbytes)
-        if least is None:
-            return None
-        some, plan = least
-        return self.parked(some), plan
+        return least_parked(frontier, parked, limit_nbytes, needed_nbytes)
 
 
 def _surely_seconds(each: StateOf | UnitOf) -> float:

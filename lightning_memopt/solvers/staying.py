@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -88,6 +89,28 @@ def least_parked(
         room -= above
         tried = some
     return None
+
+
+def share_parked(frontier: Frontier, parked: Parked, limit_nbytes: int) -> tuple[Rests, Plan] | None:
+    """As `least_parked`, of a few shares of what rests, the cheapest first, so that plans have room that they do not need yet:
+    with less parked, there may be faster ones. The plan is not known to keep the limit.
+
+    State that stays takes its bytes at every point of a step. So the plans of a step that parks less are those of the step
+    that parks all, for a budget that is smaller by what stays. Weights that stay take no more than that.
+    """
+    cheapest = parked.rests.by_price()
+    nbytes = [0, *accumulate(each.parking.nbytes for each in cheapest)]
+    seconds = [0.0, *accumulate(each.parking.seconds for each in cheapest)]
+    best = math.inf
+    found: tuple[Rests, Plan] | None = None
+    for count in sorted({bisect_left(nbytes, k * nbytes[-1] / _SHARES) for k in range(1, _SHARES + 1)}):
+        with contextlib.suppress(InfeasibleError):
+            plan = frontier.known_plan(limit_nbytes - (nbytes[-1] - nbytes[count]))
+            taken = plan.predicted.seconds - seconds[-1] + seconds[count]  # the plan has all copies
+            if taken < best:
+                best = taken
+                found = None if count == len(cheapest) else (parked.rests.only(cheapest[:count]), plan)
+    return found
 
 
 def _fastest(frontier: Frontier, parked: Parked, limit_nbytes: int, weights: bool) -> tuple[Rests, Plan | None]:

@@ -19,6 +19,7 @@ from lightning_memopt.runtime import install_native, parked_weights
 from lightning_memopt.runtime.tiers.shelf import is_away
 from lightning_memopt.runtime.weight_memory import WeightMemory
 from lightning_memopt.session import at_rest
+from lightning_memopt.solvers import parking
 from tests.cpu.lib.engines import elements
 from tests.cpu.lib.parked import parked_of
 from tests.cpu.lib.times import Known, given
@@ -216,7 +217,7 @@ def test_a_plan_may_rebuild_from_a_weight_that_comes_ahead(monkeypatch: pytest.M
     plain = Trained(None, steps=4, model=deep())
     tight = Trained("min", steps=4, model=deep())
     refused: list[int] = []
-    simulate = at_rest.simulate
+    simulate = parking.simulate
 
     def refuses_once(*args: Any, **kwargs: Any) -> Any:
         if not refused:
@@ -224,7 +225,7 @@ def test_a_plan_may_rebuild_from_a_weight_that_comes_ahead(monkeypatch: pytest.M
             raise LoweringError("a weight is not in memory")
         return simulate(*args, **kwargs)
 
-    monkeypatch.setattr(at_rest, "simulate", refuses_once)
+    monkeypatch.setattr(parking, "simulate", refuses_once)
     roomy = Trained(tight.status.plan.budget_nbytes + MIB, steps=4, model=deep())
     assert refused and roomy.is_as(plain) and roomy.status.phase == "planned"
     assert roomy.status.measured_peak_nbytes <= roomy.status.plan.budget_nbytes
