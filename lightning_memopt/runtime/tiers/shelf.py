@@ -19,7 +19,7 @@ from lightning_memopt.plan.tiers import PAGE_NBYTES
 from lightning_memopt.runtime.tiers.base import buffer
 from lightning_memopt.runtime.tiers.room import Room
 from lightning_memopt.runtime.tiers.scratch import Scratch
-from lightning_memopt.runtime.tiers.streams import HostPool, copy
+from lightning_memopt.runtime.tiers.streams import HostPool, copy, wait_on_host
 from lightning_memopt.torch_private import storage_id
 from lightning_memopt.units import round_up
 
@@ -61,6 +61,7 @@ class Shelf:
         self._room = Room("disk" if on_host(device) else "host", nbytes, limit_nbytes)
         self._file = Scratch(nbytes, directory) if on_host(device) else None
         self._pool = None if on_host(device) else HostPool(nbytes, device)
+        self._device = device
         self._taken = 0
         if self._pool is not None and not self._pool.locked:
             self.close()
@@ -106,6 +107,7 @@ class Shelf:
         if self._file is not None:
             self._file.close()
         if self._pool is not None:
+            wait_on_host(self._device)  # for copies that brought storages home
             self._pool.close()
         self._room.give()
 
