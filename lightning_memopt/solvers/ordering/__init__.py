@@ -4,7 +4,7 @@ Enter through `order(problem, seconds)`; `faults` checks a sequence with code of
 
     problem     ops, their precedence, buffers with makers and users; the peak of a sequence
     steps       the problem of a recorded step
-    reach       which ops come before and after each op: ASAP and ALAP, and the quick bound
+    reach       which ops come before and after each op in every sequence, and the quick bound
     cuts        the fewest bytes at an op, over all sequences, by a minimum cut: the bound, and a better sequence
     lists       list scheduling
     updates     updates as early as possible, and OLLA's control edges

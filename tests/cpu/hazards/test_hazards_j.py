@@ -1,7 +1,7 @@
 """Hazards of compression (J), as seen from a training step; the codecs by themselves are in tests/cpu/parking/test_codecs.py.
 
 J2 to J4, J6 to J8: `test_lossy_codecs_keep_their_bound_and_what_is_not_finite`, `test_what_is_not_finite_stays_in_its_block`,
-`test_a_constant_comes_back`, `test_accepts_only_what_it_makes_smaller` there. J5: plan/readers.py names who is never given
+`test_a_constant_comes_back`, `test_accepts_only_what_it_makes_smaller` there. J5: plan/readers.py names who may be given
 lossy values, with the reason. J9 and J10 are measured (benchmarks).
 """
 
