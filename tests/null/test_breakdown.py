@@ -18,11 +18,11 @@ from lightning_memopt.cli import main
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Tensor, fingerprint
 from lightning_memopt.plan import Plan, simulate, write_plan
 from lightning_memopt.report import breakdown
-from lightning_memopt.solvers.recompute.baselines import mirror, unmodified
+from lightning_memopt.solvers.recompute.baselines import mirror
 from lightning_memopt.solvers.recompute.echo import echo
 from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
 
-POLICIES = [unmodified, mirror, all_light, per_stage, echo]
+POLICIES = [keep_all, mirror, all_light, per_stage, echo]
 
 
 def rebuild_most(graph: Graph) -> tuple:
