@@ -10,8 +10,8 @@ class Recurring:
     due: in how many steps the next one is to be observed; 0 where that is not known.
     """
 
-    def __init__(self, since: int | None = None) -> None:
-        self.since = since
+    def __init__(self) -> None:
+        self.since: int | None = None
         self.due = 0
 
     def step_ended(self) -> bool:
