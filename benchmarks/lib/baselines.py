@@ -37,15 +37,6 @@ def sqrt_n(graph: Graph, stages: Stages | None = None) -> tuple[Life, ...]:
     return _segments(stages, range(0, count, math.isqrt(max(count - 1, 0)) + 1))
 
 
-def recompute_everything(graph: Graph, stages: Stages | None = None) -> tuple[Life, ...]:
-    """Hold no boundary: each stage's backward begins with a run from the start of the forward."""
-    stages = stages or cut(graph)
-    roll = Rollout(graph)
-    for span in reversed(stages.spans):
-        roll.serve(span.unpacks, set(stages.given))
-    return roll.lives()
-
-
 def _segments(stages: Stages, firsts: Iterable[int]) -> tuple[Life, ...]:
     """Segments begin at the stages `firsts`: hold what enters them, rebuild each from that."""
     starts = [*firsts, len(stages.spans)]

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 from build import Step, random_step
 
-from benchmarks.lib.baselines import recompute_everything
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Tensor, unmodified_levels
 from lightning_memopt.plan import lower, simulate, validate
@@ -16,6 +15,7 @@ from lightning_memopt.plan.allocator import Allocator
 from lightning_memopt.plan.allocator.reserved import _spans, _Step, reserved
 from lightning_memopt.plan.allocator.settings import MIB, Settings
 from lightning_memopt.solvers import planner
+from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from lightning_memopt.solvers.recompute.draft import Draft
 from lightning_memopt.solvers.rollout import Rollout, keep_all
 

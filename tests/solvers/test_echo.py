@@ -9,10 +9,10 @@ import time
 import pytest
 from graphs import held_nbytes, lstm_steps, random_steps, rebuilt, step, training_step
 
-from benchmarks.lib.baselines import all_light, per_stage, recompute_everything, sqrt_n
+from benchmarks.lib.baselines import all_light, per_stage, sqrt_n
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import lower, simulate
-from lightning_memopt.solvers.recompute.baselines import mirror
+from lightning_memopt.solvers.recompute.baselines import mirror, recompute_everything
 from lightning_memopt.solvers.recompute.echo import echo, just_in_time, recomputation, subgraphs, unmodified_peak_nbytes
 from lightning_memopt.solvers.recompute.footprint import Footprint
 from lightning_memopt.solvers.rollout import keep_all

@@ -1,6 +1,6 @@
 """Baselines: the policies that frameworks ship, with the same interface as any other solver.
 
-Input: an observed graph, and the layers if the policy is about layers. Output: lives. No policy looks at bytes.
+Input: an observed graph, and its stages or layers if the policy is about them. Output: lives. No policy looks at bytes.
 Source: Chen, Xu, Zhang, Guestrin, *Training deep nets with sublinear memory cost* (2016): `mirror` is its "drop the
 results of low cost operations" as Echo (ISCA 2020, V-B) describes and measures it. Policies that no command of the package
 shows are in benchmarks/lib/baselines.py.
@@ -14,6 +14,7 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.plan import Life
 from lightning_memopt.solvers.recompute.echo import just_in_time
 from lightning_memopt.solvers.recompute.footprint import Footprint
+from lightning_memopt.solvers.recompute.stages import Stages, cut
 from lightning_memopt.solvers.recompute.windows import unit_calls
 from lightning_memopt.solvers.rollout import Rollout, unrepeatable
 
@@ -33,6 +34,15 @@ def mirror(graph: Graph) -> tuple[Life, ...]:
         if save.op < len(graph.forward) and graph.ops[save.op].heavy and graph.packed(save) in graph.ops[save.op].inputs:
             held.add(save.tensor)
     return just_in_time(path, held)
+
+
+def recompute_everything(graph: Graph, stages: Stages | None = None) -> tuple[Life, ...]:
+    """Hold no boundary: each stage's backward begins with a run from the start of the forward."""
+    stages = stages or cut(graph)
+    roll = Rollout(graph)
+    for span in reversed(stages.spans):
+        roll.serve(span.unpacks, set(stages.given))
+    return roll.lives()
 
 
 def per_layer(graph: Graph, layers: Collection[str]) -> tuple[Life, ...]:

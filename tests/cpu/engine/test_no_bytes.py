@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.lib.baselines import recompute_everything
+from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from tests.cpu.lib.engines import by_python, gradients_of, needs_native, observed_graph, steps
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.lib.baselines import recompute_everything
 from lightning_memopt.plan import simulate
 from lightning_memopt.solvers.planner import Frontier
+from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from tests.cpu.lib.models import Body, data
 
 STEPS = [data(96, 16, seed=s) for s in range(8)]

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from benchmarks.lib.baselines import recompute_everything
 from lightning_memopt.native import engine
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
 from lightning_memopt.session.forward.recording import PlannedRecording
+from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from tests.cpu.lib.engines import Made, by_python, needs_native, observed_graph, steps
 
 pytestmark = needs_native

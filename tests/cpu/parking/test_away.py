@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.lib.baselines import recompute_everything
 from lightning_memopt.native import engine
 from lightning_memopt.plan import saved_in_tiers, simulate, validate
 from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.runtime.tiers import DiskTier
 from lightning_memopt.session.forward.recording import PlannedRecording
+from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from lightning_memopt.solvers.rollout import keep_all
 from tests.cpu.lib.engines import needs_native
 from tests.cpu.lib.loops import batches, loss_of, small

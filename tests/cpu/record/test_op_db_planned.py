@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from benchmarks.lib.baselines import recompute_everything
 from lightning_memopt.graph import Graph
 from lightning_memopt.runtime import PlannedEngine, Program
 from lightning_memopt.session.forward.recording import PlannedRecording
 from lightning_memopt.session.observe.observation import Observation
+from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from tests.cpu.lib.harness import draws
 from tests.cpu.lib.planned_engine import engine_of
 from tests.cpu.lib.sweeps import Count, Ran, assert_none_differs, dense, judge, poison, seed_of, sweep

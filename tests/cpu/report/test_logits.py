@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.lib.baselines import recompute_everything
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan.logits import logits
 from lightning_memopt.plan.peak import at_peak, stacks
+from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from lightning_memopt.solvers.rollout import keep_all
 from tests.cpu.lib.observed_graph import graph_of
 

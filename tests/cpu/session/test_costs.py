@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.lib.baselines import recompute_everything
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.plan import Machine, Overhead, read_plan
@@ -22,6 +21,7 @@ from lightning_memopt.runtime.early_updates import ALLOWED
 from lightning_memopt.session import times
 from lightning_memopt.session.observe import costs
 from lightning_memopt.solvers import planner
+from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from tests.cpu.lib.loops import QUIET, batches, sgd, small, train
 from tests.cpu.lib.observed_graph import CPU
 from tests.cpu.lib.tracing import untraced

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.lib.baselines import recompute_everything
 from lightning_memopt import optimize
 from lightning_memopt.config import MemOptConfig
 from lightning_memopt.device import places
@@ -28,6 +27,7 @@ from lightning_memopt.session.measure.peak_meter import StepMeter
 from lightning_memopt.session.observe.costs import Costs
 from lightning_memopt.session.observe.observation import Observation
 from lightning_memopt.solvers import planner
+from lightning_memopt.solvers.recompute.baselines import recompute_everything
 from lightning_memopt.trace import memory, tracer
 from lightning_memopt.trace.memory import TimedOps
 from tests.cpu.lib.harness import assert_exact, outcome
