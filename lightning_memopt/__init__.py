@@ -28,9 +28,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports a name
     from lightning_memopt.record import Rule, register_op, register_optimizer
     from lightning_memopt.session import RunStatus, Session
     from lightning_memopt.strategies import MemOptMixin
-    from lightning_memopt.strategies.ddp import MemOptDDPStrategy
-    from lightning_memopt.strategies.model_parallel import MemOptModelParallelStrategy
-    from lightning_memopt.strategies.single import MemOptStrategy
+    from lightning_memopt.strategies.strategies import MemOptDDPStrategy, MemOptModelParallelStrategy, MemOptStrategy
     from lightning_memopt.telemetry import Meter
 
 __version__ = "0.1.0"

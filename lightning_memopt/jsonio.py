@@ -116,9 +116,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
         raise PlanFileError(f"{_shown(path)} cannot be written: {_reason(error)}; check the path") from error
 
 
-def write(
-    path: str | os.PathLike[str], obj: dict[str, Any], *, indent: int | None = None, max_nbytes: int = MAX_NBYTES
-) -> None:
+def write(path: str | os.PathLike[str], obj: dict[str, Any], *, indent: int | None = None) -> None:
     """Write `obj` as JSON to `path`, atomically: readers find the old file or the new one, never a part of it.
 
     Only the owner may read and write the file (mode 0600). A symlink at `path` is replaced, not followed. Raises PlanFileError
@@ -131,7 +129,7 @@ def write(
     except (TypeError, ValueError, RecursionError) as error:
         raise PlanFileError(f"{name} cannot be written: {_reason(error)}; leave it out of the file") from error
     data = text.encode("ascii") + b"\n"
-    parse(data, name=f"what would be written to {name}", max_nbytes=max_nbytes)
+    parse(data, name=f"what would be written to {name}", max_nbytes=MAX_NBYTES)
     with writing(path):
         replace_file(Path(path), data)
 

@@ -22,8 +22,9 @@ from lightning_memopt.graph import Graph, resident_nbytes
 from lightning_memopt.plan import Life, simulate
 from lightning_memopt.runtime import Program
 from lightning_memopt.solvers import planner
-from lightning_memopt.solvers.recompute.baselines import mirror, unmodified
+from lightning_memopt.solvers.recompute.baselines import mirror
 from lightning_memopt.solvers.recompute.echo import echo
+from lightning_memopt.solvers.rollout import keep_all
 
 MOST = 16
 """Search up to this many times the reference depth."""
@@ -40,7 +41,7 @@ def smallest(graph: Graph) -> tuple[Life, ...]:
 
 
 POLICIES: dict[str, Callable[[Graph], tuple[Life, ...]]] = {
-    "Baseline": unmodified,
+    "Baseline": keep_all,
     "Mirror": mirror,
     "Echo": echo,
     "ours, smallest": smallest,

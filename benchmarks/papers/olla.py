@@ -29,10 +29,13 @@ import transformers
 from benchmarks.lib.paths import RESULTS
 from benchmarks.lib.sizes import record
 from benchmarks.models import recurrent, vision
+from benchmarks.papers.olla_steps import step_of
+from benchmarks.papers.olla_updates import ordered
+from benchmarks.papers.olla_validate import faults_in_step
 from lightning_memopt import jsonio
 from lightning_memopt.graph import Graph, unmodified_levels
 from lightning_memopt.plan.allocator import Allocator, requests
-from lightning_memopt.solvers.ordering import Problem, faults, faults_in_step, order, step_of
+from lightning_memopt.solvers.ordering import Problem, faults
 from lightning_memopt.solvers.placement import Buffer, Placement, buffers_of, place
 from lightning_memopt.solvers.placement import faults as overlaps
 from lightning_memopt.units import round_up
@@ -138,12 +141,12 @@ def measure(name: str, batch: int, seconds: float, optimizer: str) -> dict[str, 
     graph = step(name, batch, optimizer)
     eager = max(unmodified_levels(graph))
     whole = step_of(graph)
-    ordered = order(whole.problem, seconds)
-    assert not faults(whole.problem, ordered.sequence, ordered.peak_nbytes)
-    assert not faults_in_step(graph, whole.sequence(ordered.sequence))
+    best, early_nbytes = ordered(whole.problem, whole.updates, seconds)
+    assert not faults(whole.problem, best.sequence, best.peak_nbytes)
+    assert not faults_in_step(graph, whole.sequence(best.sequence))
     device, requested = reserved(graph)
     resident = sum(round_up(graph.tensors[t].nbytes, BLOCK_NBYTES) for t in _resident(graph))
-    arena, best_arena = _placed(buffers_of(graph), seconds), _placed(buffers_of_order(whole.problem, ordered.sequence), seconds)
+    arena, best_arena = _placed(buffers_of(graph), seconds), _placed(buffers_of_order(whole.problem, best.sequence), seconds)
     return {
         "network": name,
         "batch": batch,
@@ -151,13 +154,13 @@ def measure(name: str, batch: int, seconds: float, optimizer: str) -> dict[str, 
         "ops": len(graph.ops),
         "buffers": len(whole.problem.makers),
         "nbytes": {
-            "eager": eager, "given": ordered.given_nbytes, "early": ordered.early_nbytes, "best": ordered.peak_nbytes,
-            "bound": ordered.bound_nbytes, "reserved": device, "arena": resident + arena.height_nbytes,
+            "eager": eager, "given": best.given_nbytes, "early": early_nbytes, "best": best.peak_nbytes,
+            "bound": best.bound_nbytes, "reserved": device, "arena": resident + arena.height_nbytes,
             "best_arena": resident + best_arena.height_nbytes,
         },
-        "by": ordered.by,
-        "gap": round(100 * ordered.gap, 4),
-        "order_seconds": round(ordered.seconds, 2),
+        "by": best.by,
+        "gap": round(100 * best.gap, 4),
+        "order_seconds": round(best.seconds, 2),
         "addresses_seconds": round(max(arena.seconds, best_arena.seconds), 2),
         "fragmentation": round(100 * (1 - requested / device), 2),
         "placed_fragmentation": round(100 * max(arena.fragmentation, best_arena.fragmentation), 4),

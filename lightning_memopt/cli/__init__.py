@@ -86,13 +86,14 @@ def _report(args: argparse.Namespace) -> int:
 def _breakdown(args: argparse.Namespace) -> int:
     from lightning_memopt.plan import read_plan
     from lightning_memopt.report import arena, breakdown
-    from lightning_memopt.solvers.recompute.baselines import mirror, unmodified
+    from lightning_memopt.solvers.recompute.baselines import mirror
     from lightning_memopt.solvers.recompute.echo import echo
+    from lightning_memopt.solvers.rollout import keep_all
 
     if args.png:
         jsonio.check_target(args.png)
     plan, graph = read_plan(args.plan)
-    policies = {"unmodified": unmodified(graph), "Mirror": mirror(graph), "Echo": echo(graph), "plan": plan.lives}
+    policies = {"unmodified": keep_all(graph), "Mirror": mirror(graph), "Echo": echo(graph), "plan": plan.lives}
     peaks = {name: breakdown.at_peak(graph, lives) for name, lives in policies.items()}
     for axis, kind in ((1, "data structure"), (0, "layer")):
         print(breakdown.compared(peaks, axis, f"In memory at the peak, by {kind}", args.layers))

@@ -21,7 +21,7 @@ from lightning_memopt.compiled.sizes import UnreadableError, nbytes_of, symbols_
 from lightning_memopt.device.places import device_of_call
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save, Tensor
 from lightning_memopt.record import rule_of
-from lightning_memopt.record.devices import may_run_again
+from lightning_memopt.record.rules import may_run_again
 from lightning_memopt.torch_private import (
     CHECKPOINT_TAG,
     MUTATED_INPUT,

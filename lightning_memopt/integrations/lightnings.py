@@ -23,11 +23,11 @@ PACKAGES = {
 _OF_TRAINER = {
     "MemOptBatchScaler": "callbacks.batch_scaler",
     "MemOptCallback": "callbacks.upgrade",
-    "MemOptDDPStrategy": "strategies.ddp",
+    "MemOptDDPStrategy": "strategies.strategies",
     "MemOptMixin": "strategies.mixin",
-    "MemOptModelParallelStrategy": "strategies.model_parallel",
+    "MemOptModelParallelStrategy": "strategies.strategies",
     "MemOptMonitor": "callbacks.monitor",
-    "MemOptStrategy": "strategies.single",
+    "MemOptStrategy": "strategies.strategies",
 }
 _OF_FABRIC = {
     "MemOptFabricDDPStrategy": "fabric.strategies",

@@ -116,11 +116,6 @@ class Counter:
         """
         return bool(self.adopt(storage._cdata))
 
-    @property
-    def outside_nbytes(self) -> int:
-        """`live_nbytes` without bytes in the planned pool."""
-        return int(self.live(_OUTSIDE))
-
     def window(self, plain: bool = False, outside: bool = False) -> Window | None:
         """A new window; None if too many are open. `plain`: bytes that were allocated while `hidden` do not count. `outside`:
         bytes in the planned pool do not count.

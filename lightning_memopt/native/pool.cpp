@@ -169,8 +169,4 @@ void memopt_pool_arenas(int64_t* to) {
   to[0] = lane.arenas_nbytes();
   to[1] = lane.live_nbytes();
 }
-
-// For tests: allocate and free as an allocator does. Null if the ordinary allocator would serve the request.
-void* memopt_pool_take(int64_t nbytes) { return memopt_pool::take(static_cast<size_t>(nbytes)); }
-void memopt_pool_give_back(void* at) { memopt_pool::give_back(at); }
 }

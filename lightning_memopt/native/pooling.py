@@ -161,18 +161,6 @@ class Pool(Lane):
     def __init__(self, counter: Counter) -> None:
         super().__init__(counter.library, "memopt_pool")
         self._counter = counter
-        self._take, self._give_back = counter.library.memopt_pool_take, counter.library.memopt_pool_give_back
-        self._take.restype, self._take.argtypes = ctypes.c_void_p, (_INTEGER,)
-        self._give_back.restype, self._give_back.argtypes = None, (ctypes.c_void_p,)
-
-    def take(self, nbytes: int) -> int | None:
-        """For tests: act as an allocator. The address of the next request; None if the ordinary allocator would serve it."""
-        at: int | None = self._take(nbytes)
-        return at
-
-    def give_back(self, address: int) -> None:
-        """For tests: act as an allocator. Free what `take` returned."""
-        self._give_back(address)
 
     @property
     def live_nbytes(self) -> int:

@@ -303,10 +303,6 @@ class Plan:
     def predicted_peak_nbytes(self) -> int:
         return self.predicted.peak_nbytes
 
-    @property
-    def predicted_seconds(self) -> float:
-        return self.step_seconds + self.predicted.seconds
-
 
 def saved_in_tiers(lives: Iterable[Life]) -> dict[str, int]:
     """Tier -> the bytes that saved tensors take there."""

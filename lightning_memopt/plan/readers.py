@@ -56,49 +56,6 @@ activations (attention without the fused kernel) passes the error on, so the cal
 op was a parameter.
 """
 
-EXACT: dict[str, str] = {
-    "native_batch_norm_backward": "subtracts the saved mean: with a large mean, the error is all that is left",
-    "cudnn_batch_norm_backward": "as native_batch_norm_backward",
-    "native_layer_norm_backward": "as native_batch_norm_backward, of every row",
-    "native_group_norm_backward": "as native_batch_norm_backward, of every group",
-    "_fused_rms_norm_backward": "divides by a saved norm that fits the exact values only",
-    "_softmax_backward_data": "subtracts a weighted sum: rows that do not sum to 1 do not cancel",
-    "_log_softmax_backward_data": "takes the exponential: absolute errors become relative ones",
-    "_scaled_dot_product_flash_attention_backward": "makes the softmax again from q and k, under the saved logarithm",
-    "_scaled_dot_product_flash_attention_for_cpu_backward": "as _scaled_dot_product_flash_attention_backward",
-    "_scaled_dot_product_efficient_attention_backward": "as _scaled_dot_product_flash_attention_backward",
-    "_scaled_dot_product_cudnn_attention_backward": "as _scaled_dot_product_flash_attention_backward",
-    "nll_loss_backward": "reads indices",
-    "mse_loss_backward": "a loss: its gradient enters every layer",
-    "smooth_l1_loss_backward": "a loss",
-    "huber_loss_backward": "a loss",
-    "binary_cross_entropy_backward": "a loss, and it divides by what was saved",
-    "kl_div": "a loss",
-    "embedding_dense_backward": "reads indices",
-    "native_dropout_backward": "reads a mask",
-    "max_pool2d_with_indices_backward": "reads indices",
-    "max_pool3d_with_indices_backward": "reads indices",
-    "index_put": "reads indices",
-    "index_add": "reads indices",
-    "scatter_add": "reads indices",
-    "masked_fill": "reads a mask",
-    "where": "reads a mask",
-    "threshold_backward": "an error near 0 opens or closes a gate",
-    "hardtanh_backward": "as threshold_backward, at both ends",
-    "leaky_relu_backward": "as threshold_backward",
-    "gelu_backward": "its result goes on to every layer below",
-    "silu_backward": "as gelu_backward",
-    "tanh_backward": "as gelu_backward, of 1 - y^2 where y is near 1",
-    "sigmoid_backward": "as tanh_backward",
-    "mul": "its result goes on to every layer below",
-    "div": "as mul, and divides by what was saved",
-    "pow": "as mul",
-    "_thnn_fused_lstm_cell_backward": "errors add up from step to step",
-    "_cudnn_rnn_backward": "errors add up from step to step",
-    "mkldnn_rnn_layer_backward": "errors add up from step to step",
-}
-"""Ops that one might expect in `LOSSY`, and why they are not."""
-
 
 def short(op: str) -> str:
     """`aten::add.Tensor`, `aten.add.Tensor`, `add.Tensor` or `add` -> `add`."""

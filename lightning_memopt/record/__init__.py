@@ -40,14 +40,13 @@ from lightning_memopt.record.calls import (
     instead_of_calls,
 )
 from lightning_memopt.record.compiled_code import around_compiled, telling, told_of_compiled
-from lightning_memopt.record.devices import rules_in_force
 from lightning_memopt.record.exposure import unwatched, watching, watching_sizes
 from lightning_memopt.record.levels import around_dual_levels, in_dual_level, in_transform
 from lightning_memopt.record.modes import Outside
 from lightning_memopt.record.optimizers import double_of, is_registered, parameters_of, register_optimizer, updates_any
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
 from lightning_memopt.record.recorder import Recorder
-from lightning_memopt.record.rules import Rule, is_norm, register_op, rule_of, rule_of_call, written_by
+from lightning_memopt.record.rules import Rule, is_norm, register_op, rule_of, rule_of_call, rules_in_force, written_by
 from lightning_memopt.record.seams import Listening, Seams, drop_seams, keep_seams, listening_to
 from lightning_memopt.record.settings import numeric_flags, set_numeric_flags
 from lightning_memopt.record.tape import OUTSIDE, OVERWRITTEN, UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, View

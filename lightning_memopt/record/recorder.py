@@ -14,10 +14,9 @@ import torch
 
 from lightning_memopt.device.places import device_of_call, generator_of_call
 from lightning_memopt.record.arguments import captured, fresh, read
-from lightning_memopt.record.devices import may_run_again
 from lightning_memopt.record.modes import Outside
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner, Tiles
-from lightning_memopt.record.rules import KNOWN, blocking, rule_of_call, written_by
+from lightning_memopt.record.rules import KNOWN, blocking, may_run_again, rule_of_call, written_by
 from lightning_memopt.record.settings import numeric_flags
 from lightning_memopt.record.tape import OUTSIDE, OVERWRITTEN, UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, recount
 from lightning_memopt.record.tensors import (

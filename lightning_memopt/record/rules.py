@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_memopt.device.determinism import DEPENDENT, cudnn_tunes, raises_where_it_varies, repeats_bits
 from lightning_memopt.record.tensors import is_plain, tensors_in
 from lightning_memopt.torch_private import OpOverload, custom_op_of
 
@@ -332,3 +333,25 @@ def blocking(func: OpOverload, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     if position < len(args) and args[position]:
         return (*args[:position], False, *args[position + 1 :]), kwargs
     return args, kwargs
+
+
+def may_run_again(func: OpOverload, device_type: str) -> bool:
+    """Whether R1 lets the op run again on this type of device: it is not opaque, and the device gives the same bits again."""
+    if rule_of(func).handling not in ("pure", "random", "empty"):
+        return False
+    name = _dependent(func)
+    return name is None or repeats_bits(name, device_type)
+
+
+@cache
+def _dependent(func: OpOverload) -> str | None:
+    """The name of the op if its bits depend on the device, else None."""
+    name = func._schema.name.partition("::")[2]
+    return name if name in DEPENDENT else None
+
+
+def rules_in_force() -> tuple[Any, ...]:
+    """A value that changes with every rule and every setting that decides which ops may run again. When it changes, earlier
+    decisions are void.
+    """
+    return rules_generation(), raises_where_it_varies(), cudnn_tunes()

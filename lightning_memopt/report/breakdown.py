@@ -14,7 +14,7 @@ from pathlib import Path
 from lightning_memopt.errors import needing
 from lightning_memopt.graph import BEFORE, POOLS, Graph
 from lightning_memopt.plan import Life
-from lightning_memopt.plan.peak import STRUCTURES, Breakdown, LayerOf, at_peak, layer_name, layer_of
+from lightning_memopt.plan.peak import STRUCTURES, Breakdown, at_peak, layer_name, layer_of
 from lightning_memopt.report.text import Table, render
 from lightning_memopt.units import format_nbytes
 
@@ -42,7 +42,7 @@ COLOURS = {
 """Structure -> its colour, the same as on the page of a report (page.js)."""
 
 
-def saved(graph: Graph, lives: Iterable[Life], layer: LayerOf = layer_of) -> Breakdown:
+def saved(graph: Graph, lives: Iterable[Life]) -> Breakdown:
     """Bytes that autograd saves in forward and asks for in backward, by (layer, fate). Each tensor counts once."""
     held = {life.tensor for life in lives if life.how == "original"}
     nbytes: Counter[tuple[str, str]] = Counter()
@@ -57,7 +57,7 @@ def saved(graph: Graph, lives: Iterable[Life], layer: LayerOf = layer_of) -> Bre
             fate = "there anyway"
         else:
             fate = "rebuilt"
-        nbytes[layer_name(graph, t, layer), fate] += t.nbytes
+        nbytes[layer_name(graph, t, layer_of), fate] += t.nbytes
     return Breakdown(dict(nbytes))
 
 

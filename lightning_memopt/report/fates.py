@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_memopt.graph import Graph, Op, Tensor
-from lightning_memopt.plan import Life, Plan, Schedule, lower
+from lightning_memopt.plan import Life, Plan, lower
 from lightning_memopt.plan.forms import codec_of, tier_of
 from lightning_memopt.units import format_nbytes
 
 What = Literal["kept", "rebuilt", "parked", "never read"]
+_MOST = 4
+"""Maximum number of entries in one line."""
 
 
 def operator(name: str) -> str:
@@ -94,9 +96,9 @@ def summed(entries: Iterable[Fate], key: Callable[[Fate], str]) -> list[tuple[st
     return [(name, count[name], total) for name, total in nbytes.most_common()]
 
 
-def items(entries: list[tuple[str, int, int]], most: int = 4) -> str:
-    """The first `most` entries of `summed` as one line."""
-    return ", ".join(f"{name} x{n} ({format_nbytes(b)})" for name, n, b in entries[:most]) or "nothing"
+def items(entries: list[tuple[str, int, int]]) -> str:
+    """The first `_MOST` entries of `summed` as one line."""
+    return ", ".join(f"{name} x{n} ({format_nbytes(b)})" for name, n, b in entries[:_MOST]) or "nothing"
 
 
 def rebuilt(graph: Graph, plan: Plan) -> list[tuple[str, int, int]]:
@@ -111,6 +113,6 @@ def kept(graph: Graph, plan: Plan) -> list[tuple[str, int, int]]:
     return summed((fate for fate in fates(graph, plan) if fate.saved and fate.what == "kept"), lambda fate: fate.why)
 
 
-def runs_again(graph: Graph, plan: Plan, schedule: Schedule | None = None) -> Counter[int]:
+def runs_again(graph: Graph, plan: Plan) -> Counter[int]:
     """Id of an op -> how often a step runs it again."""
-    return Counter((schedule or lower(graph, plan.lives)).runs)
+    return Counter(lower(graph, plan.lives).runs)

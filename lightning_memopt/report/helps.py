@@ -18,7 +18,6 @@ from lightning_memopt.plan.peak import Breakdown, at_peak
 from lightning_memopt.report.blocks import blocks
 from lightning_memopt.report.fates import operator, runs_again
 from lightning_memopt.solvers import joint, planner
-from lightning_memopt.solvers.ordering import Savings, savings
 from lightning_memopt.units import format_nbytes
 
 _SCALING = ("feature maps", "logits", "held to rebuild", "rebuilt", "generator states", "in use", "workspace", "inputs")
@@ -44,10 +43,10 @@ def helps(plan: Plan, graph: Graph, limit_seconds: float = 10.0) -> str:
     frontier = planner.solve(graph, limit_seconds=limit_seconds, budgets=budgets, machine=_searched_with(plan))
     if frontier.cut_off:
         others = ["Other budgets, offload and compression were not tried, because time ran out. Give more --seconds."]
-        entries = [*_order(savings(graph)), *_batch(peak)]
+        entries = [*_batch(peak)]
     else:
         others = [*_budget(plan, frontier)]
-        entries = [*_parking(graph, plan, frontier), *_order(savings(graph)), *_batch(peak)]
+        entries = [*_parking(graph, plan, frontier), *_batch(peak)]
     ranked = sorted(entries, key=lambda entry: -entry.nbytes)
     lines = [*costliest(graph, plan), *others, *(entry.text for entry in ranked)]
     return "\n".join(["What would help most:", *(f"- {line}" for line in lines)])
@@ -162,37 +161,6 @@ def _spread(plans: list[tuple[Life, ...]]) -> list[tuple[Life, ...]]:
     if len(plans) <= _MOST_PLANS:
         return plans
     return [plans[i * (len(plans) - 1) // (_MOST_PLANS - 1)] for i in range(_MOST_PLANS)]
-
-
-def _order(worth: Savings | None) -> Iterator[Help]:
-    """What early updates save, and the most that another order of the ops could save."""
-    if worth is None:
-        return
-    early = worth.given_nbytes - min(worth.early_nbytes, worth.apart_nbytes)
-    yield Help(max(0, early), order_text(worth))
-
-
-def order_text(worth: Savings | None) -> str:
-    """One line: the most that another order of the unmodified step's ops could save, and what updates in backward save."""
-    if worth is None:
-        return "No other order of ops is possible."
-    given, most = worth.given_nbytes, worth.most_nbytes
-    early, apart = given - worth.early_nbytes, given - worth.apart_nbytes
-
-    def share(nbytes: int) -> str:
-        return f"{nbytes / given:.1%} ({format_nbytes(nbytes)})"
-
-    line = f"Another order of ops could save at most {share(most)}" if most else "No other order of ops needs less memory"
-    if most and 2 * early >= most:
-        return f"{line}, {format_nbytes(early)} of it by updates in backward (`optimizer_in_backward`)."
-    if apart > most:  # one op updates all parameters
-        return f"{line}; updates of single parameters in backward (`optimizer_in_backward`) at most {share(apart)}."
-    return f"{line}; eager code runs in its own order." if most else f"{line}."
-
-
-def another_order(graph: Graph) -> str:
-    """`order_text` of a graph."""
-    return order_text(savings(graph))
 
 
 def _batch(peak: Breakdown) -> Iterator[Help]:

@@ -11,6 +11,7 @@ steps this is done.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +19,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import optim
+from torch import nn, optim
 
 from lightning_memopt.errors import UpdatesInBackwardError
-from lightning_memopt.record import is_registered, parameters_of, uncompiled
+from lightning_memopt.record import Seams, is_registered, parameters_of, uncompiled
 from lightning_memopt.runtime.between import Between, Snapshot, Touched
 from lightning_memopt.runtime.gradients import Told, reads_of_gradients
 from lightning_memopt.runtime.reduced import Reduced
-from lightning_memopt.runtime.zeroing import zeroed
 from lightning_memopt.torch_private import backward_keeps_graph, gradient_of
 
 Completed = Callable[[torch.Tensor], contextlib.AbstractContextManager[None] | None]
@@ -381,3 +381,31 @@ class EarlyUpdates:
             optimizer.param_groups = groups
         if p._version == version:  # fused kernels do not move the counter that shows the change
             torch.autograd.graph.increment_version(p)
+
+
+Zeroed = Callable[[list[torch.Tensor], bool], None]
+"""Called with parameters, and with whether their gradients are None now (otherwise they were set to zero in place)."""
+
+
+def _telling(original: Callable[..., Any], parameters: Callable[[Any], list[torch.Tensor]]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    @uncompiled
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        original(self, set_to_none)
+        for told in tuple(_seams.listeners):
+            told(parameters(self), set_to_none)
+
+    return zero_grad
+
+
+_seams: Seams[Zeroed] = Seams(
+    lambda: [
+        (optim.Optimizer, "zero_grad", lambda original: _telling(original, parameters_of)),
+        (nn.Module, "zero_grad", lambda original: _telling(original, lambda module: list(module.parameters()))),
+    ]
+)
+
+
+def zeroed(told: Zeroed) -> Any:
+    """Within, call `told` after gradients were zeroed."""
+    return _seams.listening(told)

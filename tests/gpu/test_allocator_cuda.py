@@ -15,7 +15,8 @@ if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device", allow_module_level=True)
 pytest.importorskip("transformers")
 
-from lightning_memopt.plan.allocator import Settings, compare
+from lightning_memopt.plan.allocator import Settings
+from tests.allocator_trace import compare
 
 ROOT = Path(__file__).parent.parent.parent
 # In a process of its own: the settings are read once, and the trace must begin before anything is allocated.

@@ -9,8 +9,9 @@ import pytest
 
 from lightning_memopt.errors import ConfigError
 from lightning_memopt.plan import Machine
-from lightning_memopt.plan.allocator import Allocator, ExhaustedError, Settings, compare
+from lightning_memopt.plan.allocator import Allocator, ExhaustedError, Settings
 from lightning_memopt.plan.allocator.settings import MIB
+from tests.allocator_trace import compare
 
 KIB = 1024
 

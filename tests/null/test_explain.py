@@ -21,8 +21,9 @@ from lightning_memopt.report import explain
 from lightning_memopt.report.blocks import block_of, blocks
 from lightning_memopt.report.fates import fates, kept, operator
 from lightning_memopt.report.helps import scaling_nbytes
-from lightning_memopt.solvers.recompute.baselines import mirror, unmodified
+from lightning_memopt.solvers.recompute.baselines import mirror
 from lightning_memopt.solvers.recompute.echo import echo
+from lightning_memopt.solvers.rollout import keep_all
 
 
 def plan_of(graph: Graph, lives: tuple[Life, ...]) -> Plan:
@@ -63,7 +64,7 @@ def test_a_block_is_a_path_up_to_its_number(scope: str, block: str) -> None:
     assert block_of(scope) == block
 
 
-@pytest.mark.parametrize("policy", [unmodified, mirror, echo, rebuild_most])
+@pytest.mark.parametrize("policy", [keep_all, mirror, echo, rebuild_most])
 @pytest.mark.parametrize("seed", range(10))
 def test_blocks_add_up_to_the_plan(policy, seed: int) -> None:
     graph = random_step(random.Random(seed), 20, mutation=policy is not rebuild_most)
@@ -79,7 +80,7 @@ def test_blocks_add_up_to_the_plan(policy, seed: int) -> None:
 
 def test_every_reason_is_true() -> None:
     graph = layers()
-    assert {why for why, *_ in kept(graph, plan_of(graph, unmodified(graph)))} == {
+    assert {why for why, *_ in kept(graph, plan_of(graph, keep_all(graph)))} == {
         "the budget has room for it",
         "rand is not run again",
     }
@@ -120,7 +121,7 @@ def test_questions_about_an_operator_and_a_module() -> None:
 )
 def test_a_name_that_matches_nothing_names_the_nearest(ask: str, name: str, nearest: str) -> None:
     graph = layers()
-    plan = plan_of(graph, unmodified(graph))
+    plan = plan_of(graph, keep_all(graph))
     asked = {"operator": explain.of_operator, "module": explain.of_module}[ask]
     with pytest.raises(ConfigError, match=f"no {ask} of this step is called") as raised:
         asked(plan, graph, name)
@@ -129,7 +130,7 @@ def test_a_name_that_matches_nothing_names_the_nearest(ask: str, name: str, near
 
 def test_what_grows_with_the_batch_is_not_what_does_not() -> None:
     graph = layers()
-    peak = at_peak(graph, unmodified(graph))
+    peak = at_peak(graph, keep_all(graph))
     fixed = sum(peak.by(1)[name] for name in ("weights", "gradients", "optimizer state"))
     assert scaling_nbytes(peak) == peak.total - fixed > 0
 

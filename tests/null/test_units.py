@@ -207,6 +207,16 @@ def test_host_memory_is_some_and_not_more_than_physical() -> None:
     assert 2**20 < host_memory_nbytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def written(folder: Path, membership: str, files: dict[str, str]) -> tuple[Path, Path]:
+    """The file that names a process's groups, and the folder of these groups' files."""
+    (folder / "membership").write_text(membership)
+    for name, text in files.items():
+        path = folder / "fs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder / "membership", folder / "fs"
+
+
 @pytest.mark.parametrize(
     ("membership", "files", "limit"),
     [
@@ -223,12 +233,7 @@ def test_host_memory_is_some_and_not_more_than_physical() -> None:
     ],
 )
 def test_cgroup_limit(tmp_path: Path, membership: str, files: dict[str, str], limit: int | None) -> None:
-    (tmp_path / "membership").write_text(membership)
-    for name, text in files.items():
-        path = tmp_path / "fs" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    assert units._cgroup_limit_nbytes(tmp_path / "membership", tmp_path / "fs") == limit
+    assert units._cgroup_limit_nbytes(*written(tmp_path, membership, files)) == limit
 
 
 @pytest.mark.parametrize(
@@ -258,12 +263,7 @@ def test_cgroup_limit(tmp_path: Path, membership: str, files: dict[str, str], li
 )
 def test_what_a_cgroup_has_left(tmp_path: Path, membership: str, files: dict[str, str], left: int | None) -> None:
     """Pages of files that nobody has used for long make room."""
-    (tmp_path / "membership").write_text(membership)
-    for name, text in files.items():
-        path = tmp_path / "fs" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    assert units.cgroup_left_nbytes(tmp_path / "membership", tmp_path / "fs") == left
+    assert units.cgroup_left_nbytes(*written(tmp_path, membership, files)) == left
 
 
 def test_infeasible_error_keeps_its_numbers_between_processes() -> None:

@@ -12,9 +12,10 @@ from graphs import held_nbytes, lstm_steps, random_steps, rebuilt, step, trainin
 from benchmarks.lib.baselines import all_light, per_stage, sqrt_n
 from lightning_memopt.graph import Graph
 from lightning_memopt.plan import lower, simulate
-from lightning_memopt.solvers.recompute.baselines import mirror, recompute_everything, unmodified
+from lightning_memopt.solvers.recompute.baselines import mirror, recompute_everything
 from lightning_memopt.solvers.recompute.echo import echo, just_in_time, recomputation, subgraphs, unmodified_peak_nbytes
 from lightning_memopt.solvers.recompute.footprint import Footprint
+from lightning_memopt.solvers.rollout import keep_all
 
 N = 1000
 
@@ -52,17 +53,17 @@ def figure_8(count: int) -> Graph:
 
 def test_figure_7_runs_nothing_again() -> None:
     graph = figure_7()
-    assert echo(graph) == unmodified(graph)
+    assert echo(graph) == keep_all(graph)
     assert {graph.ops[o].name for o in Footprint(graph).ops} == {"sum", "Z"}
     assert not recomputation(graph).ops
 
 
 def test_figure_7_mirror_doubles_what_is_held() -> None:
     graph = figure_7(heavy_after=False)
-    assert held_nbytes(graph, unmodified(graph)) == N
+    assert held_nbytes(graph, keep_all(graph)) == N
     for policy in (mirror, all_light):
         assert held_nbytes(graph, policy(graph)) == 2 * N
-        assert peak_nbytes(graph, policy(graph)) > peak_nbytes(graph, unmodified(graph))
+        assert peak_nbytes(graph, policy(graph)) > peak_nbytes(graph, keep_all(graph))
 
 
 def test_mirror_holds_what_the_backward_of_heavy_ops_reads_and_dropout() -> None:
@@ -87,12 +88,12 @@ def test_mirror_holds_what_the_backward_of_heavy_ops_reads_and_dropout() -> None
 @pytest.mark.parametrize("count", [5, 20, 60])
 def test_figure_8_holds_t_2n_instead_of_t_t_n(count: int) -> None:
     graph = figure_8(count)
-    assert held_nbytes(graph, unmodified(graph)) == count * count * N
+    assert held_nbytes(graph, keep_all(graph)) == count * count * N
     path = recomputation(graph)
     inputs = {t for o in path.ops for t in graph.ops[o].inputs if path.holds(t)}
     assert sum(path.nbytes(t) for t in inputs) == 2 * count * N
     lives = echo(graph)
-    assert peak_nbytes(graph, lives) < peak_nbytes(graph, unmodified(graph))
+    assert peak_nbytes(graph, lives) < peak_nbytes(graph, keep_all(graph))
     # the last of the T are in memory at the peak, when backward begins, so they are not dropped
     assert peak_nbytes(graph, lives) <= peak_nbytes(graph, just_in_time(path))
     assert 2 * (count - 5) <= len(rebuilt(graph, lives)) <= 2 * count
@@ -101,7 +102,7 @@ def test_figure_8_holds_t_2n_instead_of_t_t_n(count: int) -> None:
 def test_two_tensors_that_share_one_are_not_worth_it() -> None:
     """Fig. 8 with T = 2: the inputs are as large as the outputs."""
     graph = figure_8(2)
-    assert echo(graph) == unmodified(graph)
+    assert echo(graph) == keep_all(graph)
 
 
 def test_bytes_that_a_removal_lets_go_of() -> None:
@@ -174,7 +175,7 @@ def test_what_is_back_in_memory_at_the_peak_is_held() -> None:
     graph = training_step(lstm_steps(400), inputs={"input": 1})
     lives, analysis = echo(graph), just_in_time(recomputation(graph))
     assert len(rebuilt(graph, lives)) < len(rebuilt(graph, analysis))
-    assert peak_nbytes(graph, lives) <= peak_nbytes(graph, analysis) < 0.6 * peak_nbytes(graph, unmodified(graph))
+    assert peak_nbytes(graph, lives) <= peak_nbytes(graph, analysis) < 0.6 * peak_nbytes(graph, keep_all(graph))
 
 
 @pytest.mark.parametrize("first_seed", range(0, 200, 20))
@@ -182,7 +183,7 @@ def test_never_worse_than_the_unmodified_step(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 20):
         rng = random.Random(seed)
         graph = training_step(random_steps(rng, rng.randint(2, 60)), inputs={"input": rng.randint(1, 64)})
-        lives, baseline = echo(graph), unmodified(graph)
+        lives, baseline = echo(graph), keep_all(graph)
         lower(graph, mirror(graph))
         lower(graph, all_light(graph))
         assert unmodified_peak_nbytes(graph) == peak_nbytes(graph, baseline), seed
@@ -196,13 +197,13 @@ def test_policies_lower_and_are_simulated(policy) -> None:
     graph = training_step(_blocks(16), inputs={"input": N})
     lives = policy(graph)
     lower(graph, lives)
-    assert peak_nbytes(graph, lives) < peak_nbytes(graph, unmodified(graph))
+    assert peak_nbytes(graph, lives) < peak_nbytes(graph, keep_all(graph))
 
 
 def test_policies_hold_what_they_say() -> None:
     graph = training_step(_blocks(16), inputs={"input": N})
-    held = {p.__name__: held_nbytes(graph, p(graph)) for p in (unmodified, per_stage, sqrt_n, recompute_everything)}
-    assert held["unmodified"] > held["per_stage"] > held["sqrt_n"] > held["recompute_everything"] == 0
+    held = {p.__name__: held_nbytes(graph, p(graph)) for p in (keep_all, per_stage, sqrt_n, recompute_everything)}
+    assert held["keep_all"] > held["per_stage"] > held["sqrt_n"] > held["recompute_everything"] == 0
     runs = {p.__name__: len(rebuilt(graph, p(graph))) for p in (per_stage, sqrt_n, recompute_everything)}
     assert runs["recompute_everything"] > 4 * runs["sqrt_n"] and runs["sqrt_n"] <= len(graph.forward)
 
@@ -226,7 +227,7 @@ def test_time_grows_with_the_ops_and_not_with_their_square() -> None:
         began = time.process_time()
         lives = echo(graph)
         seconds.append(time.process_time() - began)
-        assert lives != unmodified(graph)
+        assert lives != keep_all(graph)
     assert seconds[1] < 40 * seconds[0]
 
 

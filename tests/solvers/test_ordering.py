@@ -17,7 +17,6 @@ from lightning_memopt.solvers.ordering.cuts import Cuts
 from lightning_memopt.solvers.ordering.lists import KEYS, scheduled
 from lightning_memopt.solvers.ordering.problem import BEFORE
 from lightning_memopt.solvers.ordering.reach import Reach
-from lightning_memopt.solvers.ordering.updates import control_edges, early, with_control_edges
 
 
 def random_problem(seed: int, n: int, edges: float = 0.25) -> Problem:
@@ -42,7 +41,7 @@ def random_problem(seed: int, n: int, edges: float = 0.25) -> Problem:
     return Problem(
         before=tuple(tuple(sorted(ops)) for ops in before), makers=tuple(makers), users=tuple(users), nbytes=tuple(sizes),
         workspace=tuple(rng.choice([0, 0, 5]) for _ in range(n)), stays=frozenset(stays),
-        updates=frozenset(op for op in range(n // 2, n) if rng.random() < 0.4), resident_nbytes=rng.randint(0, 9),
+        resident_nbytes=rng.randint(0, 9),
     )  # fmt: skip
 
 
@@ -90,7 +89,7 @@ def test_small_problems_are_as_low_as_exhaustive_search(seed: int) -> None:
     result = order(problem, seconds=5)
     assert not faults(problem, result.sequence, result.peak_nbytes)
     assert Reach(problem).bound_nbytes <= result.bound_nbytes <= lowest(problem) == result.peak_nbytes
-    assert result.peak_nbytes <= min(result.given_nbytes, result.early_nbytes)
+    assert result.peak_nbytes <= result.given_nbytes
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -116,12 +115,10 @@ def test_a_cut_is_the_fewest_bytes_at_an_op(seed: int) -> None:
 def test_every_sequence_is_valid(seed: int, n: int) -> None:
     problem = random_problem(seed, n)
     start = list(range(n))
-    sequences = [early(problem, start), *(scheduled(problem, start, key) for key in KEYS.values())]
-    sequences.append(scheduled(with_control_edges(problem), start, KEYS["growth"]))
+    sequences = [scheduled(problem, start, key) for key in KEYS.values()]
     reach = Reach(problem)
     for sequence in sequences:
         assert not faults(problem, sequence, problem.peak_nbytes(sequence))
-        assert all(reach.asap[op] <= at <= reach.alap[op] for at, op in enumerate(sequence))
         assert (problem.levels_nbytes(sequence) >= reach.bounds_nbytes[sequence]).all()
 
 
@@ -189,25 +186,7 @@ def network(layers: int, weight: int = 10, activation: int = 3) -> Problem:
         users.append((2 * layers + k,))
         sizes.append(weight)
     n = 3 * layers
-    updates = frozenset(range(2 * layers, n))
-    return Problem(
-        before=tuple(before), makers=tuple(makers), users=tuple(users), nbytes=tuple(sizes), workspace=(0,) * n, updates=updates
-    )
-
-
-def test_early_updates_free_gradients() -> None:
-    """One gradient is in memory at a time, and the minimum cut proves that no sequence needs fewer bytes."""
-    problem = network(6)
-    result = order(problem, seconds=5)
-    assert result.given_nbytes == 6 * 10 + 3
-    assert result.early_nbytes == result.peak_nbytes == result.bound_nbytes == 6 * 3 + 10
-
-
-def test_a_control_edge_leads_from_an_update_to_the_backward_of_an_earlier_layer() -> None:
-    problem = network(6)
-    edges = dict(control_edges(problem))
-    # the update of layer k waits for its backward, op 11 - k; the anchor is the op after that one's next
-    assert edges == {12 + k: 11 - k + 2 for k in range(6) if 11 - k + 2 < 12}
+    return Problem(before=tuple(before), makers=tuple(makers), users=tuple(users), nbytes=tuple(sizes), workspace=(0,) * n)
 
 
 def test_a_cut_proves_more_than_ancestors_and_descendants() -> None:

@@ -2,7 +2,7 @@
 
 `model` carries out requests by the allocator's documented rules, on the data of `blocks` and with the options of `settings`;
 `reserved` gives it the allocations and frees of a planned step, after those that the real allocator of this process has
-served already (`beginning`); `trace` compares it with a recording of the real allocator.
+served already (`beginning`).
 """
 
 from lightning_memopt.plan.allocator.beginning import Beginning
@@ -16,18 +16,15 @@ from lightning_memopt.plan.allocator.reserved import (
     reserved,
 )
 from lightning_memopt.plan.allocator.settings import Settings
-from lightning_memopt.plan.allocator.trace import Comparison, compare
 
 __all__ = [
     "Allocator",
     "Beginning",
-    "Comparison",
     "Described",
     "ExhaustedError",
     "Name",
     "Reserved",
     "Settings",
-    "compare",
     "described",
     "requests",
     "reserved",

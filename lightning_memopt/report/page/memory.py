@@ -15,7 +15,7 @@ from lightning_memopt.plan.lower import Rebuild, Schedule
 from lightning_memopt.plan.peak import STRUCTURES, layer_name, parts_at, stacks
 from lightning_memopt.report.page.parts import Grid, Picture, Rows, Section, count, size
 from lightning_memopt.report.record import RunRecord
-from lightning_memopt.solvers.recompute.baselines import unmodified
+from lightning_memopt.solvers.rollout import keep_all
 from lightning_memopt.units import format_nbytes
 
 MOST_POINTS = 500
@@ -89,7 +89,7 @@ def section(record: RunRecord) -> Section:
         "Predicted, to the byte, from the observed step. From left to right are the points of the step, in order: each op, and "
         "each moment when autograd asks for a saved tensor or releases it. Distances along this axis do not show time.",
     )
-    named: list[tuple[str, str, Graph, tuple[Life, ...]]] = [("before", "Without a plan", graph, unmodified(graph))]
+    named: list[tuple[str, str, Graph, tuple[Life, ...]]] = [("before", "Without a plan", graph, keep_all(graph))]
     if plan is not None:
         named.append(("after", "With the plan", step_of(graph, plan), plan.lives))
     else:

@@ -51,9 +51,6 @@ class Codec(Protocol):
     def decode(self, encoded: Tensor, out: Tensor) -> None:
         """Write the decoded values into all of `out`, which has the size, the strides and the dtype of the encoded tensor."""
 
-    def error_bound(self, t: Tensor) -> float:
-        """The largest possible difference between a finite value of `t` and its decoded value; 0 if `exact`."""
-
 
 def in_memory(t: Tensor) -> list[int]:
     """The sizes of `t` from the outermost dimension in memory to the innermost, without sizes of 1.
@@ -97,10 +94,3 @@ def check(codec: Codec, t: Tensor, encoded: Tensor) -> None:
 def nbytes_of(size: tuple[int, ...], dtype: torch.dtype) -> int:
     """The bytes of a dense tensor."""
     return math.prod(size) * dtype.itemsize
-
-
-def largest_finite(t: Tensor) -> float:
-    """The largest magnitude of a finite value; 0 if there is none."""
-    return max(
-        (float(part.where(part.isfinite(), 0).abs().amax()) for part in flat(t).split(1 << 20) if part.numel()), default=0.0
-    )

@@ -69,9 +69,6 @@ class Bits:
             words.mul_(_EACH).bitwise_and_(_PICK).add_(_CARRY).bitwise_right_shift_(7).bitwise_and_(_EACH)
             values[begin:end].copy_(words.view(torch.bool)[: end - begin])
 
-    def error_bound(self, t: Tensor) -> float:
-        return 0.0
-
 
 BOOLS = Bits("bools", (torch.bool,))
 POSITIVE = Bits("positive", (*FLOATS, torch.float64))

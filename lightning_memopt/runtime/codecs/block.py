@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lightning_memopt.device.backends import backend_of
 from lightning_memopt.runtime.codecs import block_tables as layout
-from lightning_memopt.runtime.codecs.base import FLOATS, SLACK_NBYTES, check, flat, largest_finite, nbytes_of
+from lightning_memopt.runtime.codecs.base import FLOATS, SLACK_NBYTES, check, flat, nbytes_of
 from lightning_memopt.runtime.codecs.block_device import SCALE, Constants, across, constants, shares
 from lightning_memopt.runtime.codecs.block_tables import HEADER_BITS, MODE_BITS, MODES, NOT_FINITE, SIDE, STEP_BITS, VALUES
 from lightning_memopt.units import ceil_div
@@ -42,8 +42,6 @@ CHUNK = 1 << 12
 """Number of blocks that are coded at a time."""
 BLOCK_NBYTES = 640
 """Workspace for each block of a chunk: about five arrays of 16 int64 are alive at once."""
-GAIN = (15 / 4) ** 2
-"""Maximum factor by which the inverse transform enlarges errors: errors of 1 in all coefficients give at most this error."""
 _WORD = (1 << 32) - 1
 
 
@@ -97,21 +95,6 @@ class Block:
             self._decode(blocks[begin : begin + tile.shape[0] * tile.shape[2]], tile)
             if begin * VALUES >= whole:  # the tile is a copy
                 values[whole:].copy_(tile.flatten()[: len(values) - whole])
-
-    def error_bound(self, t: Tensor) -> float:
-        """A step of the coarsest block in every coefficient, plus the rounding of float32 and of the dtype."""
-        const = constants(self.rate, t.device, self.header)
-        step = lost = 0.0
-        for _, tile in _tiles(t):
-            number, _, bad = _chosen(_transformed(tile, self.gated), const)
-            step = max(step, float(const.step.index_select(0, number.where(~bad, 0)).amax()))
-            if bool(bad.any()):
-                lost = max(lost, largest_finite(tile.permute(1, 3, 0, 2).reshape(VALUES, -1)[:, bad].contiguous()))
-        limits = torch.finfo(t.dtype)
-        rounding = largest_finite(t) * (limits.eps + 2.0**-20) + limits.smallest_normal * (1 if self.gated else limits.eps)
-        if self.gated and t.numel():
-            lost = max(lost, largest_finite(flat(t).clamp(max=0)))
-        return max(lost, GAIN * step / SCALE + rounding)
 
     def _encoded(self, tile: Tensor) -> Tensor:
         """The 32-bit words of a tile's blocks, as int64 `[rate / 2, blocks]`."""

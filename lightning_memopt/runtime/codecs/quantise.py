@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_memopt.runtime.codecs.base import FLOATS, SLACK_NBYTES, check, chunks, flat, largest_finite, nbytes_of
+from lightning_memopt.runtime.codecs.base import FLOATS, SLACK_NBYTES, check, chunks, flat, nbytes_of
 from lightning_memopt.units import ceil_div
 
 GROUP = 64
@@ -85,14 +85,6 @@ class Groups:
                     x.masked_fill_(bad & (q == levels + code), value)
             part = values[begin * GROUP : end * GROUP]
             part.copy_(x.flatten()[: len(part)])
-
-    def error_bound(self, t: Tensor) -> float:
-        values, worst = flat(t), 0.0
-        for begin, end in chunks(ceil_div(len(values), GROUP), CHUNK):
-            worst = max(worst, float(self._ranges(_groups(values, begin, end))[1].amax()))
-        limits = torch.finfo(t.dtype)
-        rounding = largest_finite(t) * (limits.eps + 2.0**-21) + limits.smallest_normal * limits.eps
-        return worst / _SCALE / 2 * (1 + 2.0**-10) + rounding + 2.0**-115
 
     def _parts(self, encoded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(codes `[groups, bytes]`, smallest values `[groups, 4]`, steps `[groups, 4]`): uint8 views of the encoded bytes."""

@@ -26,7 +26,7 @@ class Starts:
     lost: numbers of the ops that cannot run again in a planned step.
     """
 
-    def __init__(self, tape: Tape[Holding], lost: set[int] | None = None) -> None:
+    def __init__(self, tape: Tape[Holding]) -> None:
         self._tape = tape
         self.on: dict[int, list[Version]] = {}
         self._saved: list[Version] = []
@@ -35,7 +35,7 @@ class Starts:
         """(number of saved versions, id -> the versions that a rebuild from it makes): valid for that number."""
         self._readers: tuple[int, dict[int, set[int]]] = 0, {}
         """(number of versions on the tape, id -> the ops that read it): valid for that number."""
-        self.lost: set[int] = set() if lost is None else lost
+        self.lost: set[int] = set()
 
     def note(self) -> None:
         """The forward, or a call of it, is over, and later writes are not part of it. From now on, until the next call of the

@@ -53,8 +53,7 @@ from lightning_memopt.session.judge.held import beside, with_held
 from lightning_memopt.session.judge.patience import PATIENCE
 from lightning_memopt.session.judge.peaks import Peaks
 from lightning_memopt.session.observe.failed import Failed
-from lightning_memopt.session.observe.observing import Observing, Waiting
-from lightning_memopt.session.observe.recurring import Recurring
+from lightning_memopt.session.observe.observing import Observing, Recurring, Waiting
 from lightning_memopt.session.solve.advice import advice
 from lightning_memopt.session.solve.solving import Solved, budget_for
 from lightning_memopt.solvers import planner

@@ -34,13 +34,15 @@ __all__ = [
     "solve_chain",
 ]
 
+_BUCKETS = 512
 
-def solve_chain(chain: Chain, budget_nbytes: int, *, bucket_nbytes: int | None = None, buckets: int = 512) -> ChainTable:
+
+def solve_chain(chain: Chain, budget_nbytes: int, *, bucket_nbytes: int | None = None) -> ChainTable:
     """The table of least extra seconds for every level of memory up to `budget_nbytes` (everything counts, including x_0).
 
-    The bucket is `bucket_nbytes`, or the budget over `buckets`, rounded up. Time grows as L^3 * columns / 6, memory as
+    The bucket is `bucket_nbytes`, or the budget over `_BUCKETS`, rounded up. Time grows as L^3 * columns / 6, memory as
     L^2 * columns * 4 bytes / 2 (8 for small tables). Raises ChainError for a negative budget or an empty bucket.
     """
     if bucket_nbytes is None:
-        bucket_nbytes = max(1, ceil_div(budget_nbytes, buckets))
+        bucket_nbytes = max(1, ceil_div(budget_nbytes, _BUCKETS))
     return ChainTable(chain, budget_nbytes, bucket_nbytes)

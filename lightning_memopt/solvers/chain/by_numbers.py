@@ -24,7 +24,7 @@ from enum import Enum
 from typing import Any
 
 from lightning_memopt.clocks import perf_counter
-from lightning_memopt.errors import ChainError, InfeasibleError
+from lightning_memopt.errors import ChainError
 from lightning_memopt.solvers.chain import (
     Chain,
     ChainTable,
@@ -79,15 +79,6 @@ class SequenceResult:
     smallest_budget_nbytes: int
     tree: CheckpointTree | None
     operations: tuple[tuple[str, int], ...]
-
-    def raise_if_infeasible(self) -> SequenceResult:
-        """Return self, or raise InfeasibleError, which names the smallest budget."""
-        if self.status is Status.INFEASIBLE:
-            raise InfeasibleError(
-                f"no schedule fits the budget; the smallest that does is {self.smallest_budget_nbytes} bytes: use it",
-                smallest_nbytes=self.smallest_budget_nbytes,
-            )
-        return self
 
 
 def chain_from_dict(data: Mapping[str, Any]) -> Chain:

@@ -1,7 +1,7 @@
 """The best order of an excerpt of a sequence, while the ops before and after it stay where they are. Exact, by CP-SAT.
 
-Positions in the excerpt are variables, within the ASAP and ALAP of their op in it (OLLA, section 4.1); buffers are intervals
-between them, and a cumulative constraint bounds the bytes of intervals that share a position.
+Positions in the excerpt are variables, between the first and the last that each op can have (ASAP and ALAP in OLLA, section
+4.1); buffers are intervals between them, and a cumulative constraint bounds the bytes of intervals that share a position.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ class Problem:
     nbytes: buffer -> bytes.
     stays: buffers that are never freed.
     workspace: op -> bytes that it needs for itself while it runs.
-    updates: ops that update parameters.
     resident_nbytes: bytes that are in memory all the time.
     """
 
@@ -37,7 +36,6 @@ class Problem:
     nbytes: tuple[int, ...]
     workspace: tuple[int, ...]
     stays: frozenset[int] = frozenset()
-    updates: frozenset[int] = frozenset()
     resident_nbytes: int = 0
 
     def __post_init__(self) -> None:

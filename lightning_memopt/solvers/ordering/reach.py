@@ -1,8 +1,4 @@
-"""Which ops come before and after each op in every sequence: ASAP and ALAP positions, and the quick bound.
-
-OLLA (section 4.1) takes the longest distance from an input as ASAP and that to an output as ALAP. Because only one op runs at a
-time, counting all ops that must run before an op, and all that must run after it, gives narrower spans.
-"""
+"""Which ops come before and after each op in every sequence, and the quick bound."""
 
 from __future__ import annotations
 
@@ -64,17 +60,6 @@ class Reach:
         """Which ops must run after it, shape (ops,)."""
         flags: Flags = self._flags([self._descendants[op]])[0]
         return flags
-
-    @cached_property
-    def asap(self) -> Ints:
-        """The first position that each op may have, shape (ops,)."""
-        return np.array([row.bit_count() for row in self._ancestors], dtype=np.int64)
-
-    @cached_property
-    def alap(self) -> Ints:
-        """The last position that each op may have, shape (ops,)."""
-        n = len(self.problem)
-        return np.array([n - 1 - row.bit_count() for row in self._descendants], dtype=np.int64)
 
     @cached_property
     def bounds_nbytes(self) -> Ints:

@@ -1,8 +1,8 @@
 """Solve an ordering problem: a problem in, the sequence with the lowest peak that the given seconds allow out, and a bound.
 
-Cheap methods come first: the given order, updates as early as possible, and list scheduling with and without control edges.
-Then, as long as the peak is above the bound, come the minimum cut at the op of the peak, which either proves that no sequence
-is better or says which ops should run before that op, and CP-SAT on an excerpt around the peak.
+Cheap methods come first: the given order, and list scheduling. Then, as long as the peak is above the bound, come the minimum
+cut at the op of the peak, which either proves that no sequence is better or says which ops should run before that op, and
+CP-SAT on an excerpt around the peak.
 """
 
 from __future__ import annotations
@@ -21,15 +21,12 @@ from lightning_memopt.solvers.ordering.cuts import Cuts
 from lightning_memopt.solvers.ordering.lists import KEYS, scheduled
 from lightning_memopt.solvers.ordering.problem import Problem
 from lightning_memopt.solvers.ordering.reach import Reach
-from lightning_memopt.solvers.ordering.updates import early, with_control_edges
 
 _WIDTH = 40
 """Number of ops of the first excerpt. Excerpts get wider as long as nothing better is found."""
 _WORKERS = 2
 _MOST_RUNS = 1_000_000
 """Maximum number of runs of ops in one exact search: a few seconds."""
-_CONTROL_SECONDS = 5.0
-"""Control edges are tried only if this many seconds are left. With thousands of updates they take one or two."""
 _MOST_FAILURES = 6
 _EXCERPT_SECONDS = 4.0
 
@@ -42,7 +39,6 @@ class Order:
     peak_nbytes: the most bytes in memory at one op of the sequence.
     bound_nbytes: no sequence has a lower peak.
     given_nbytes: the peak of the order in which the ops were given.
-    early_nbytes: the peak of that order with updates as early as possible.
     by: the method that found the sequence.
     seconds: what the solve took.
     """
@@ -51,7 +47,6 @@ class Order:
     peak_nbytes: int
     bound_nbytes: int
     given_nbytes: int
-    early_nbytes: int
     by: str
     seconds: float
 
@@ -64,7 +59,7 @@ class Order:
 def order(problem: Problem, seconds: float = 60.0) -> Order:
     """The ops in a sequence with a peak as low as possible.
 
-    seconds: limit of the search. Updates as early as possible are always tried, even if the limit is very small.
+    seconds: limit of the search.
 
     Raises OrderingError if `seconds` is not a positive number.
     """
@@ -74,13 +69,12 @@ def order(problem: Problem, seconds: float = 60.0) -> Order:
     solving = _Solving(problem, began + seconds)
     solving.cheap()
     solving.bound()
-    solving.controlled()
     solving.split()
     solving.search()
     solving.excerpts()
     return Order(
-        tuple(solving.sequence), solving.peak_nbytes, solving.bound_nbytes, solving.given_nbytes, solving.early_nbytes,
-        solving.by, clocks.monotonic() - began,
+        tuple(solving.sequence), solving.peak_nbytes, solving.bound_nbytes, solving.given_nbytes, solving.by,
+        clocks.monotonic() - began,
     )  # fmt: skip
 
 
@@ -93,7 +87,7 @@ class _Solving:
         self.cuts = Cuts(problem, self.reach)
         self.sequence = list(range(len(problem)))
         self.by = "the given order"
-        self.peak_nbytes = self.given_nbytes = self.early_nbytes = problem.peak_nbytes(self.sequence)
+        self.peak_nbytes = self.given_nbytes = problem.peak_nbytes(self.sequence)
         self._wide = self._width_of(self.sequence)
         self._starts: list[list[int]] = []
         self._tried: set[int] = set()
@@ -118,27 +112,15 @@ class _Solving:
         return True
 
     def cheap(self) -> None:
-        """List scheduling, and early updates."""
+        """List scheduling."""
         given = list(self.sequence)
         self._starts = [given]
-        first = early(self.problem, given)
-        self.early_nbytes = self.problem.peak_nbytes(first)
-        self._starts.append(first)
-        self.better(first, "updates as early as possible")
-        self._listed(self.problem, first, "")
-
-    def controlled(self) -> None:
-        """List scheduling once more, with control edges, so that updates cannot run late."""
-        if self.problem.updates and not self.done() and self.until - clocks.monotonic() > _CONTROL_SECONDS:
-            self._listed(with_control_edges(self.problem), range(len(self.problem)), ", control edges")
-
-    def _listed(self, problem: Problem, start: Sequence[int], words: str) -> None:
         for name, key in KEYS.items():
             if self.done():
                 return
-            sequence = scheduled(problem, start, key)
+            sequence = scheduled(self.problem, given, key)
             self._starts.append(sequence)
-            self.better(sequence, f"list scheduling, {name}{words}")
+            self.better(sequence, f"list scheduling, {name}")
 
     def bound(self) -> None:
         """Minimum cuts at the ops with the highest levels, until no other op can have a higher bound."""

@@ -1,8 +1,8 @@
-"""Buffers that need addresses: lifetimes, sizes, the lower bound, and parts that are independent of each other."""
+"""Buffers that need addresses: lifetimes, sizes, the lower bound, independent parts; and the buffers of a recorded step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -11,6 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_memopt.errors import PlacementError
+from lightning_memopt.graph import Graph
+from lightning_memopt.plan import Life
+from lightning_memopt.plan.allocator import requests
 from lightning_memopt.units import round_up
 
 Ints = npt.NDArray[np.int64]
@@ -115,3 +118,21 @@ class Problem:
     def height_nbytes(self, offsets: Ints) -> int:
         """The bytes that a placement needs: the highest end of a buffer."""
         return int((offsets + self.size).max(initial=0))
+
+
+def buffers_of(graph: Graph, lives: Iterable[Life] | None = None) -> list[Buffer]:
+    """One buffer for each allocation of the step that has bytes, in order; times are numbers of requests to the allocator.
+
+    lives: of a plan; None for the unmodified step. Tensors from before the step that stay are not among the buffers.
+    """
+    actions = requests(graph, lives)
+    began: dict[object, tuple[int, int]] = {}
+    buffers = []
+    for moment, (name, nbytes) in enumerate(actions):
+        if nbytes >= 0:
+            began[name] = (moment, nbytes)
+        else:
+            lower, size = began.pop(name)
+            buffers.append((lower, moment, size))
+    buffers += [(lower, len(actions), size) for lower, size in began.values()]
+    return [Buffer(str(lower), lower, upper, size) for lower, upper, size in sorted(buffers) if size]

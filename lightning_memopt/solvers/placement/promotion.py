@@ -28,8 +28,6 @@ def repeated(
     *,
     place: Placer = best_fit,
     better: Callable[[Ints, int], None] = lambda offsets, height: None,
-    rounds: int | None = None,
-    seed: int = 0,
     stop: Callable[[], bool] = lambda: False,
 ) -> Ints:
     """The lowest placement that was found, as offsets of shape (n,). It is returned early if it is not above `target_nbytes`.
@@ -39,9 +37,8 @@ def repeated(
     place: best-fit in Python, or the native function that does the same.
     better: is called with each placement, and its height, that is lower than all before.
     stop: ends the rounds when it returns True.
-    rounds: maximum number of rounds after the starts; None for no limit.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     pool: list[tuple[int, Ints, Ints]] = []  # (height, order, offsets), the lowest first
     best: tuple[int, Ints] | None = None
 
@@ -59,9 +56,7 @@ def repeated(
 
     reached = any([run(order) for order in starts])
     assert best is not None, "there is at least one start"
-    done = 0
-    while not reached and not stop() and clocks.monotonic() < until and (rounds is None or done < rounds):
-        done += 1
+    while not reached and not stop() and clocks.monotonic() < until:
         _, order, offsets = pool[int(len(pool) * rng.random() ** 2)]
         reached = run(_promoted(problem, order, offsets, target_nbytes, rng))
     return best[1]

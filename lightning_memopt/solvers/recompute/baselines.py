@@ -1,6 +1,6 @@
 """Baselines: the policies that frameworks ship, with the same interface as any other solver.
 
-Input: an observed graph, and its stages if the policy is about layers. Output: lives. No policy looks at bytes.
+Input: an observed graph, and its stages or layers if the policy is about them. Output: lives. No policy looks at bytes.
 Source: Chen, Xu, Zhang, Guestrin, *Training deep nets with sublinear memory cost* (2016): `mirror` is its "drop the
 results of low cost operations" as Echo (ISCA 2020, V-B) describes and measures it. Policies that no command of the package
 shows are in benchmarks/lib/baselines.py.
@@ -16,12 +16,7 @@ from lightning_memopt.solvers.recompute.echo import just_in_time
 from lightning_memopt.solvers.recompute.footprint import Footprint
 from lightning_memopt.solvers.recompute.stages import Stages, cut
 from lightning_memopt.solvers.recompute.windows import unit_calls
-from lightning_memopt.solvers.rollout import Rollout, keep_all, unrepeatable
-
-
-def unmodified(graph: Graph) -> tuple[Life, ...]:
-    """Everything that autograd saves is held."""
-    return keep_all(graph)
+from lightning_memopt.solvers.rollout import Rollout, unrepeatable
 
 
 def mirror(graph: Graph) -> tuple[Life, ...]:

@@ -230,7 +230,7 @@ def test_the_search_goes_on_where_much_could_be_saved(gap: float, monkeypatch: p
 
     def order(problem: Problem, seconds: float) -> Order:
         given.append(seconds)
-        return Order((0,), 10_000, round(10_000 / (1 + gap)), 10_000, 10_000, "the given order", seconds)
+        return Order((0,), 10_000, round(10_000 / (1 + gap)), 10_000, "the given order", seconds)
 
     monkeypatch.setattr(kernel_order, "order", order)
     assert KernelOrder(3.0)(Kernels(((),), (), (), (), frozenset())) is None

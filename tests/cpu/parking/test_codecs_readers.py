@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memopt.plan.readers import EXACT, LOSSY, NEEDS, lossy, need, short
+from lightning_memopt.plan.readers import LOSSY, NEEDS, lossy, need, short
 from lightning_memopt.runtime.codecs import codec
 from tests.cpu.lib.harness import same_bits
 
@@ -138,7 +138,6 @@ def test_a_threshold_that_is_not_0_needs_the_values() -> None:
 def test_who_may_be_given_lossy_values() -> None:
     assert lossy("aten::convolution_backward", "input") and not lossy("aten::convolution_backward", "weight")
     assert lossy("aten.mm.default", "mat2") and not lossy("aten::native_layer_norm_backward", "input")
-    assert not {op for op, _ in LOSSY} & EXACT.keys()
-    ops = {op for op, _ in (*LOSSY, *NEEDS)} | EXACT.keys()
+    ops = {op for op, _ in (*LOSSY, *NEEDS)}
     unknown = {op for op in ops if not hasattr(torch.ops.aten, op)}
     assert not unknown, f"torch has no such ops: {unknown}"

@@ -9,15 +9,37 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_memopt.native import Pool, install, pool
+from lightning_memopt.native import Pool, counter, install
 
 pytestmark = pytest.mark.skipif(install() is None, reason="no C++ compiler")
 
 
+class Served(Pool):
+    """The pool, and tensors that ask for its addresses."""
+
+    def __init__(self) -> None:
+        counts = counter()
+        assert counts is not None
+        super().__init__(counts)
+        self._tensors: dict[int, torch.Tensor] = {}
+
+    def take(self, nbytes: int) -> int | None:
+        """The address of a new tensor; None if it is not in an arena: then it is freed at once."""
+        before = self.arenas_nbytes()
+        t = torch.empty(nbytes, dtype=torch.uint8)
+        if self.arenas_nbytes() == before:
+            return None
+        self._tensors[t.data_ptr()] = t
+        return t.data_ptr()
+
+    def give_back(self, at: int) -> None:
+        """Free what `take` returned."""
+        del self._tensors[at]
+
+
 @pytest.fixture
-def native() -> Iterator[Pool]:
-    native = pool()
-    assert native is not None
+def native() -> Iterator[Served]:
+    native = Served()
     yield native
     native.end(free=True)
     assert native.arenas_nbytes() == (0, 0)
@@ -32,7 +54,7 @@ def stacked(sizes: list[int]) -> list[int | None]:
     return offsets
 
 
-def begin_of_arena(native: Pool, nbytes: int) -> int:
+def begin_of_arena(native: Served, nbytes: int) -> int:
     """The address of an arena of this size, which the next window uses."""
     number = native.add([64], [0])
     assert native.begin(number, nbytes)
@@ -46,7 +68,7 @@ def begin_of_arena(native: Pool, nbytes: int) -> int:
 class Model:
     """Addresses that are live, in Python: each is planned for its size, and no two of them share a byte."""
 
-    def __init__(self, native: Pool, planned: set[tuple[int, int]], base: int) -> None:
+    def __init__(self, native: Served, planned: set[tuple[int, int]], base: int) -> None:
         self.native, self.planned, self.base = native, planned, base
         self.live: dict[int, int] = {}
 
@@ -65,7 +87,7 @@ class Model:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_is_asked_for_no_byte_is_given_twice(native: Pool, seed: int) -> None:
+def test_whatever_is_asked_for_no_byte_is_given_twice(native: Served, seed: int) -> None:
     """Random plans, some with overlapping offsets, and steps that repeat, skip, add, resize and keep requests."""
     rng = random.Random(seed)
     sizes = [rng.choice([64, 100, 256, 1000, 4096]) for _ in range(200)]
@@ -93,7 +115,7 @@ def test_whatever_is_asked_for_no_byte_is_given_twice(native: Pool, seed: int) -
     native.remove(number)
 
 
-def test_a_step_as_planned_gets_every_planned_address(native: Pool) -> None:
+def test_a_step_as_planned_gets_every_planned_address(native: Served) -> None:
     sizes = [64, 128, 64, 4096, 128]
     number = native.add(sizes, stacked(sizes))
     for _ in range(3):
@@ -119,7 +141,7 @@ def test_a_step_as_planned_gets_every_planned_address(native: Pool) -> None:
         ("all of another size", 100, 100),
     ],
 )
-def test_one_odd_request_does_not_lose_the_step(native: Pool, change: str, fallen: int, skipped: int) -> None:
+def test_one_odd_request_does_not_lose_the_step(native: Served, change: str, fallen: int, skipped: int) -> None:
     sizes = [64 * (1 + i) for i in range(100)]
     number = native.add(sizes, stacked(sizes))
     arena_nbytes = sum(sizes)
@@ -143,7 +165,7 @@ def test_one_odd_request_does_not_lose_the_step(native: Pool, change: str, falle
     native.remove(number)
 
 
-def test_an_occupied_range_falls_through(native: Pool) -> None:
+def test_an_occupied_range_falls_through(native: Served) -> None:
     number = native.add([64, 64, 64], [0, 64, 32 * 64])
     native.begin(number, 4096)
     first = native.take(64)
@@ -157,7 +179,7 @@ def test_an_occupied_range_falls_through(native: Pool) -> None:
     native.remove(number)
 
 
-def test_other_threads_and_other_times_are_served_by_the_ordinary_allocator(native: Pool) -> None:
+def test_other_threads_and_other_times_are_served_by_the_ordinary_allocator(native: Served) -> None:
     number = native.add([64, 64], [0, 64])
     assert native.take(64) is None, "there is no window"
     native.begin(number, 4096)
@@ -174,7 +196,7 @@ def test_other_threads_and_other_times_are_served_by_the_ordinary_allocator(nati
     assert native.take(64) is None, "its plan was removed"
 
 
-def test_an_arena_lives_until_its_last_buffer(native: Pool) -> None:
+def test_an_arena_lives_until_its_last_buffer(native: Served) -> None:
     small, large = native.add([64], [0]), native.add([64, 8192], [0, 64])
     native.begin(small, 4096)
     at = native.take(64)
@@ -192,7 +214,7 @@ def test_an_arena_lives_until_its_last_buffer(native: Pool) -> None:
     native.remove(large)
 
 
-def test_the_log_says_when_tensors_were_freed(native: Pool) -> None:
+def test_the_log_says_when_tensors_were_freed(native: Served) -> None:
     def step() -> torch.Tensor:
         a = torch.empty(250)
         b = torch.empty(500)
@@ -213,7 +235,7 @@ def test_the_log_says_when_tensors_were_freed(native: Pool) -> None:
     assert native.logged == 3
 
 
-def test_a_tensor_may_grow_in_the_arena(native: Pool) -> None:
+def test_a_tensor_may_grow_in_the_arena(native: Served) -> None:
     number = native.add([1000, 2000], [0, 1024])
     native.begin(number, 4096)
     t = torch.arange(250, dtype=torch.float32)  # asks for its 1000 bytes

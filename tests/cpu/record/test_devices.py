@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_memopt import MemOptConfig, optimize
 from lightning_memopt.device import determinism
 from lightning_memopt.plan import Machine
-from lightning_memopt.record import devices, recorder
+from lightning_memopt.record import recorder, rules
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.solve.solving import frontier_of
 from tests.cpu.lib.device_thread import backward_in_its_own_thread
@@ -62,9 +62,9 @@ def test_a8_what_runs_again_on_a_device(on: bool, warn_only: bool) -> None:
     """Where torch only warns, ops without a deterministic kernel run in any order."""
     with deterministic(on, warn_only):
         for op in (*ORDERED_IF_ASKED, *NEVER_ORDERED, *ANYWHERE):
-            assert devices.may_run_again(op, "cpu"), op
+            assert rules.may_run_again(op, "cpu"), op
             expected = op in ANYWHERE or (op in ORDERED_IF_ASKED and on and not warn_only)
-            assert devices.may_run_again(op, "cuda") is expected, op
+            assert rules.may_run_again(op, "cuda") is expected, op
 
 
 @pytest.fixture
@@ -75,18 +75,18 @@ def tunes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a14_a_choice_by_time_stays_when_the_setting_is_off_again(tunes: None) -> None:
-    in_force = devices.rules_in_force()
-    assert not devices.may_run_again(CONVOLUTION, "cuda") and devices.may_run_again(CONVOLUTION, "cpu")
+    in_force = rules.rules_in_force()
+    assert not rules.may_run_again(CONVOLUTION, "cuda") and rules.may_run_again(CONVOLUTION, "cpu")
     with torch.backends.cudnn.flags(benchmark=False):
-        assert not devices.may_run_again(CONVOLUTION, "cuda"), "the thread of the forward remembers its choice"
-    assert devices.rules_in_force() == in_force
+        assert not rules.may_run_again(CONVOLUTION, "cuda"), "the thread of the forward remembers its choice"
+    assert rules.rules_in_force() == in_force
     for op in (ATEN.cudnn_convolution.default, ATEN._convolution.default):
-        assert not devices.may_run_again(op, "cuda"), "it has an argument of its own"
+        assert not rules.may_run_again(op, "cuda"), "it has an argument of its own"
 
 
 def test_a14_without_choices_by_time_convolutions_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(determinism, "_tuned", [])
-    assert devices.may_run_again(CONVOLUTION, "cuda")
+    assert rules.may_run_again(CONVOLUTION, "cuda")
 
 
 class Blocks(nn.Module):

@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memopt import optimize
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.plan import Machine, Overhead, read_plan
 from lightning_memopt.record import recorder
-from lightning_memopt.record.devices import may_run_again
+from lightning_memopt.record.rules import may_run_again
 from lightning_memopt.runtime import Program
 from lightning_memopt.runtime.early_updates import ALLOWED
 from lightning_memopt.session import times
 from lightning_memopt.session.observe import costs
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.recompute.baselines import recompute_everything
+from tests.cpu.lib.counting import Counting
 from tests.cpu.lib.loops import QUIET, batches, sgd, small, train
 from tests.cpu.lib.observed_graph import CPU
 from tests.cpu.lib.tracing import untraced
@@ -46,7 +46,7 @@ def test_what_is_measured_is_predicted(run, tmp_path):
     assert costs.measured(frontier.graph) is found
     assert plan.predicted.rebuilt_ops > 0
     assert plan.predicted.overhead_seconds == found.of(Program(frontier.graph, plan.lives)) > 0
-    assert plan.predicted_seconds == pytest.approx(frontier.graph.step_seconds + plan.predicted.seconds)
+    assert plan.step_seconds == frontier.graph.step_seconds
     assert found.of(Program(frontier.graph, frontier.candidates[-1].lives)) == 0
     run.save_plan(str(tmp_path / "plan.json"))
     assert read_plan(str(tmp_path / "plan.json"))[0].predicted == plan.predicted
@@ -101,17 +101,9 @@ def test_what_an_op_costs_counts_where_no_device_hides_it(run, host: float, expe
     assert taken.of_rebuilt_op(graph) == expected, "a segment runs four ops, about"
 
 
-class _Counting(TorchDispatchMode):
-    ops = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ops += 1
-        return func(*args, **(kwargs or {}))
-
-
 def test_measured_beside_whatever_is_entered_here():
     """A budget may be refused in the middle of a step: its modes and precision have no part in what is measured."""
-    with _Counting() as mode, torch.autocast("cpu"), torch.no_grad():
+    with Counting() as mode, torch.autocast("cpu"), torch.no_grad():
         found = costs.in_own_thread(lambda: costs._measured(CPU), CPU)
     assert mode.ops == 0 and found.recorded > 0 <= found.rebuilt
 

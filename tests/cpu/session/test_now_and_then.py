@@ -17,7 +17,7 @@ from lightning_memopt.native import install
 from lightning_memopt.plan import Life, lower, simulate, validate
 from lightning_memopt.session.judge.states import Running
 from lightning_memopt.session.observe.covering import covering
-from lightning_memopt.session.observe.recurring import Recurring
+from lightning_memopt.session.observe.observing import Recurring
 from lightning_memopt.solvers import planner
 from tests.cpu.lib.engines import needs_native
 from tests.cpu.lib.inside import state_of

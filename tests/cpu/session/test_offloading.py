@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memopt import optimize
 from lightning_memopt.config import MemOptConfig
@@ -33,6 +32,7 @@ from lightning_memopt.session.parking import offloading as offloading_module
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.solve.solving import frontier_of
 from lightning_memopt.trace import link
+from tests.cpu.lib.counting import Counting
 from tests.cpu.lib.inside import state_of
 from tests.cpu.lib.loops import QUIET, assert_same, batches, counted_nbytes, loss_of, sgd, small, state, train
 from tests.cpu.lib.observed_graph import graph_of
@@ -387,14 +387,6 @@ def test_a_disk_that_is_too_small_is_named(smallest: int, tmp_path: Path) -> Non
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(tmp_path.iterdir())
-
-
-class Counting(TorchDispatchMode):
-    ops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.real_times

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_memopt.graph import BEFORE, Graph, Op
-from lightning_memopt.solvers.ordering.problem import Problem
+from lightning_memopt.solvers.ordering import Problem
 
 _KNOWN = ("aten", "prims", "profiler")
 _HOST = {
@@ -39,12 +39,14 @@ class Step:
 
     graph: the step.
     problem: its ops; views are parts of other ops.
+    updates: the ops of the problem that update parameters.
     first: ops of the graph that run before all others.
     groups: op of the problem -> the ops of the graph that it stands for, in their order.
     """
 
     graph: Graph
     problem: Problem
+    updates: frozenset[int]
     first: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
 
@@ -181,10 +183,9 @@ def step_of(graph: Graph) -> Step:
         nbytes=tuple(sizes),
         workspace=tuple(workspace),
         stays=frozenset(stays),
-        updates=updates,
         resident_nbytes=resident,
     )
-    return Step(graph, problem, tuple(reading.first), tuple(map(tuple, reading.groups)))
+    return Step(graph, problem, updates, tuple(reading.first), tuple(map(tuple, reading.groups)))
 
 
 def _parts(op: Op) -> tuple[str, str, str]:

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_memopt.plan.allocator.model import Allocator
-from lightning_memopt.plan.allocator.settings import Settings
+from lightning_memopt.plan.allocator import Allocator, Settings
 
 _TAKES = ("segment_alloc", "segment_map")
 _GIVES = ("segment_free", "segment_unmap")

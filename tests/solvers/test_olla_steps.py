@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from build import random_step
 
+from benchmarks.papers.olla_steps import step_of
+from benchmarks.papers.olla_validate import faults_in_step
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Tensor
-from lightning_memopt.solvers.ordering import faults, faults_in_step, order, savings, step_of
+from lightning_memopt.solvers.ordering import faults, order
 
 
 def step(*lines: tuple[str, str, Sequence[int], Sequence[int]], nbytes: dict[int, int], **fields: Any) -> Graph:
@@ -112,8 +114,9 @@ def test_a_gradient_is_freed_by_its_update_and_other_results_stay() -> None:
         ("backward", "exp", [2], [4]), nbytes={0: 1, 1: 1, 2: 10, 3: 20, 4: 40},
     )  # fmt: skip
     tensors = tuple(replace(t, freed_at=4 if t.id in (3, 4) else t.freed_at) for t in graph.tensors)
-    problem = step_of(replace(graph, tensors=tensors)).problem
-    assert problem.updates == {2} and [problem.nbytes[b] for b in problem.stays] == [40]
+    whole = step_of(replace(graph, tensors=tensors))
+    problem = whole.problem
+    assert whole.updates == {2} and [problem.nbytes[b] for b in problem.stays] == [40]
     assert problem.levels_nbytes(range(4)).tolist() == [12, 32, 32, 52]
 
 
@@ -135,17 +138,3 @@ def test_another_order_that_changes_bytes_is_a_fault() -> None:
     assert faults_in_step(graph, [0, 1, 3, 2, 4]) == ["op 2 (aten::mm) meets other memory than in the step"]
     assert faults_in_step(CASES["random ops"], [2, 1, 0])[-1] == "random ops change places"
     assert faults_in_step(graph, [0, 0, 1, 2, 3])
-
-
-def test_savings_name_what_early_updates_save() -> None:
-    lines: list[tuple[str, str, Sequence[int], Sequence[int]]] = []
-    for i in range(4):  # parameters 0 .. 3, activations 4 .. 7, gradients 8 .. 11
-        lines.append(("forward", "mm", [i, 3 + i] if i else [0], [4 + i]))
-    for i in range(3, -1, -1):
-        lines.append(("backward", "mm", [4 + i, *([9 + i] if i < 3 else [])], [8 + i]))
-    lines += [("update", "add_", [i, 8 + i], []) for i in range(4)]
-    graph = step(*lines, nbytes=dict.fromkeys(range(4), 10) | dict.fromkeys(range(4, 8), 1) | dict.fromkeys(range(8, 12), 10))
-    worth = savings(graph)
-    assert worth is not None and worth.best_nbytes == worth.bound_nbytes
-    assert worth.given_nbytes == 40 + 40 + 1 and worth.early_nbytes == worth.bound_nbytes == 40 + 20 + 3
-    assert worth.most_nbytes == 18
