@@ -78,7 +78,7 @@ class HostPlans:
         found = planner.Frontier(
             graph=graph,
             candidates=candidates,
-            smallest_nbytes=min(c.budget_nbytes for c in candidates),
+            smallest_nbytes=min(c.least_budget_nbytes for c in candidates),
             unmodified_peak_nbytes=unmodified_peak(graph),
             moments=(),
             seconds=0.0,

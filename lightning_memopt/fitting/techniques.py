@@ -414,7 +414,7 @@ class Techniques:
         if search_seconds == _OTHER_SECONDS:  # for cards that nothing fits so far
             budgets = [nbytes for nbytes in budgets if nbytes < self._frontier.smallest_nbytes] or budgets[:1]
             least = planner.smallest(timed, machine)
-            if least.budget_nbytes > budgets[-1]:
+            if least.least_budget_nbytes > budgets[-1]:
                 return planner.of_one(timed, (least.solver, least.lives), machine)
         return planner.solve(
             timed,

@@ -255,7 +255,7 @@ class AtRest(Part):
         tiers = min((*(each.tiers for each in (*tries, *more)), enough), key=_by_bytes)
         return _chosen(min(tries, key=by_seconds).told(tiers))
 
-    def smallest(self, graph: Graph, all_of_it: bool = False, early: AbstractSet[str] = frozenset()) -> tuple[Graph, int]:
+    def all_parked(self, graph: Graph, all_of_it: bool = False, early: AbstractSet[str] = frozenset()) -> tuple[Graph, int]:
         """The step of this graph with everything parked that the tier has room for, as the first update will make it, and the
         bytes that this takes there. `all_of_it`: with everything that can be. `early`: names of the parameters that are updated
         early, of which the graph does not say it yet.

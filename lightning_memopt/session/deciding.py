@@ -15,17 +15,24 @@ the plan. Addresses come later, after a step has run by the plan (pooling.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import nn
 
 from lightning_memopt.graph import Graph
 from lightning_memopt.logs import Say
 from lightning_memopt.plan import Machine
 from lightning_memopt.session.at_rest import AtRest
+from lightning_memopt.session.early_updates import EarlyUpdating
 from lightning_memopt.session.observe.observing import Observing
+from lightning_memopt.session.observe.resident import resident_tensors
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.ranks.agreement import Agreement
 from lightning_memopt.session.regions.compiled_regions import CompiledRegions
 from lightning_memopt.session.solve.foreseen import Foreseen
+from lightning_memopt.session.solve.machine import machine_of
 from lightning_memopt.session.solve.solving import Solved, tell
 from lightning_memopt.session.tiling import Tiling
 
@@ -34,15 +41,24 @@ from lightning_memopt.session.tiling import Tiling
 class Deciding:
     """Decides for the steps of a session.
 
+    optimizers: those of the session; the list may change.
     foreseen: the plan that the user made without a machine; None without one.
     """
 
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
     regions: CompiledRegions
     tiling: Tiling
     at_rest: AtRest
     agreement: Agreement
     offloading: Offloading
     foreseen: Foreseen | None
+
+    def machine(self, graph: Graph, device: torch.device, early: EarlyUpdating | None) -> Machine:
+        """The machine that a plan for the step of this graph is made for. `early`: what updates parameters in backward."""
+        own = bool(graph.updates) and self.agreement.alone  # ranks update the same parameters early
+        seconds = early.seconds(device) if early is not None and own else 0.0
+        return machine_of(device, resident_tensors(self.model, self.optimizers, ()), seconds)
 
     def observes_again(self, state: Observing, graph: Graph, machine: Machine, limit_nbytes: int | None, say: Say) -> bool:
         """Whether the step is to be observed in another way before a plan is made of it. `say` tells the user a line."""

@@ -26,7 +26,7 @@ from lightning_memopt.plan import Machine, TiledHead, tiles_text
 from lightning_memopt.plan.logits import head_of
 from lightning_memopt.record import numeric_flags
 from lightning_memopt.runtime.tiles import Proof, Sizes
-from lightning_memopt.session.ranks.shared_heads import Cost, Known
+from lightning_memopt.session.ranks.shared_heads import Cost, KnownHead
 from lightning_memopt.session.solve.foresight import unmodified_peak
 from lightning_memopt.session.solve.solving import Solved
 
@@ -81,7 +81,7 @@ class LossHead:
         self.proved = True
         self.flags = numeric_flags()
 
-    def looked(self, graph: Graph, model: nn.Module, needed: bool, cannot: Callable[[TiledHead], str]) -> Known:
+    def looked(self, graph: Graph, model: nn.Module, needed: bool, cannot: Callable[[TiledHead], str]) -> KnownHead:
         """It shows which module makes the logits. needed: the step is too large. `cannot`: says why a head must stay whole, or
         "".
         """
@@ -93,9 +93,9 @@ class LossHead:
             why = NO_HEAD
         else:
             why = cannot(self.head)
-        return Known("look", why, needed)
+        return KnownHead("look", why, needed)
 
-    def proven(self) -> Known:
+    def proven(self) -> KnownHead:
         """It has compared tiles, or should have."""
         if not self.proved or self.proof is None or self.head is None:
             return self.missed_head()
@@ -109,25 +109,25 @@ class LossHead:
         if again is None and not ways:
             wrong = self.proof.wrong
             why = other_bits(wrong) if wrong else NO_LOSS
-        return Known("prove", why, True, again is not None, len(ways))
+        return KnownHead("prove", why, True, again is not None, len(ways))
 
-    def missed_head(self) -> Known:
+    def missed_head(self) -> KnownHead:
         """It should have run the head in tiles, and did not: it begins with another call, or with a batch of another shape."""
         self.missed += 1
-        return Known(f"{self.phase}, but no head ran", NO_STEP if self.missed >= _PATIENCE else "")
+        return KnownHead(f"{self.phase}, but no head ran", NO_STEP if self.missed >= _PATIENCE else "")
 
-    def ran(self, graph: Graph, cost: Callable[[Graph], Cost]) -> Known:
+    def ran(self, graph: Graph, cost: Callable[[Graph], Cost]) -> KnownHead:
         """It ran in tiles, and had this graph. `cost`: of the best plan for a graph."""
         if len(self.observed) < len(self.ways):
             self.observed.append(graph)
         if len(self.observed) < len(self.ways):
-            return Known("tiled", "", True)
+            return KnownHead("tiled", "", True)
         plain = _NEVER if self.plain is None else cost(self.plain)
-        return Known("tiled", "", True, costs=(plain, *map(cost, self.observed)))
+        return KnownHead("tiled", "", True, costs=(plain, *map(cost, self.observed)))
 
     # -- what follows ------------------------------------------------------------------------------
 
-    def follows(self, known: Known, alone: bool, tell: Callable[[str], None]) -> bool:
+    def follows(self, known: KnownHead, alone: bool, tell: Callable[[str], None]) -> bool:
         """Decide. Returns whether another step is observed. alone: no other ranks decide. `tell`: says why no head runs in
         tiles.
         """
@@ -160,7 +160,7 @@ class LossHead:
             return False
         return self.proof.logits[0] == (self.head.tokens, self.head.classes)
 
-    def _prove_on(self, known: Known, tell: Callable[[str], None]) -> None:
+    def _prove_on(self, known: KnownHead, tell: Callable[[str], None]) -> None:
         if known.why:
             self.phase = "whole"
             tell(known.why)

@@ -59,7 +59,6 @@ from lightning_memopt.session.ranks.agreement import Agreement
 from lightning_memopt.session.regions.compiled_regions import CompiledRegions
 from lightning_memopt.session.regions.compiling import CompiledBlocks
 from lightning_memopt.session.solve.foresight import Foresight
-from lightning_memopt.session.solve.machine import machine_of
 from lightning_memopt.session.solve.refusals import refuse_sharded
 from lightning_memopt.session.status import RunStatus, Transfers, status_of, transfers_of
 from lightning_memopt.session.step import Step
@@ -105,8 +104,8 @@ class Session:
         written, kept = self._observed_step.overwritten, self._observed_step.kept
         alone = partial(getattr, self._agreement, "alone")
         self._at_rest = AtRest(model, self.optimizers, self._offloading, alone, self.say, self._parts, written, kept)
-        deciding = compiled, self._tiling, self._at_rest, self._agreement, self._offloading, self._foreseen
-        self._deciding = Deciding(*deciding)
+        in_order = compiled, self._tiling, self._at_rest, self._agreement, self._offloading
+        self._deciding = Deciding(model, self.optimizers, *in_order, self._foreseen)
         self._neighbours = self._parts.add(Neighbours(self.device, self.budget_nbytes))
         self._early: EarlyUpdating | None = None
         self._attachment: Attachment | None = None
@@ -191,7 +190,7 @@ class Session:
 
     def _look_ahead(self, observation: Observation | None) -> None:
         state, early, savable = self._current, self._early, partial(self._tiling.savable_nbytes, self._compiled.savable_nbytes)
-        parked = self._at_rest.smallest
+        parked = self._at_rest.all_parked
         others = [] if self._attachment is None or observation is None else self._attachment.others()
         try:
             names, refusal = early.shown(observation) if early is not None and isinstance(state, Observing) else (None, None)
@@ -221,6 +220,7 @@ class Session:
 
     def step_ended(self) -> None:
         """The step is over. May solve a plan and put it in force."""
+        # what belongs to the step ends: parts first, so that what they have only in a step is not measured
         self.rounds.step_ended()
         self._ends.clear()
         self._sequence.step_ended()
@@ -233,6 +233,7 @@ class Session:
         peak_nbytes = None if measured is None else measured.peak_nbytes
         if self.history.wanted:
             self.history.step_ended(*step.outcome(observation is not None), peak_nbytes)
+        # what follows from it: a plan for an observed step, another state where a plan does not serve
         if isinstance(before, Observing | Waiting):
             with self._agreement.planning():
                 self._end_observed(before)
@@ -242,6 +243,7 @@ class Session:
         self._observed_step.step_ended(self.say)
         self._plan_cache.step_ended(before, bool(step.plans), peak_nbytes, self.budget_nbytes)
         self.silence.step_ended()
+        # until the next step, what its plan parks is away
         for tell_state in self._parts.between_steps:
             tell_state(self._current)
         self._metering.between.step_ended(bool(step.plans), self.device, self.budget_nbytes)
@@ -480,9 +482,7 @@ class Session:
 
     def _plan_for(self, state: Observing, graph: Graph) -> None:
         """A step of this state was observed. Another one must be, or the state gets a plan after its last step."""
-        own = bool(graph.updates) and self._agreement.alone  # ranks update the same parameters early
-        seconds = self._early.seconds(self.device) if self._early is not None and own else 0.0
-        machine = machine_of(self.device, resident_tensors(self.model, self.optimizers, ()), seconds)
+        machine = self._deciding.machine(graph, self.device, self._early)
         cache, limit = self._plan_cache, self._limit_nbytes
         if self._deciding.observes_again(state, graph, machine, limit, self.say):
             self._become(state, cache.afresh(state, self._compiled.changed))

@@ -47,7 +47,7 @@ from lightning_memopt.session.loss_head import LossHead, other_bits, parts, size
 from lightning_memopt.session.observe.observing import Observing
 from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.ranks.agreement import Agreement
-from lightning_memopt.session.ranks.shared_heads import Cost, Known
+from lightning_memopt.session.ranks.shared_heads import Cost, KnownHead
 from lightning_memopt.session.solve.foresight import unmodified_peak
 from lightning_memopt.session.solve.solving import Solved, budget_for
 from lightning_memopt.solvers import planner
@@ -301,17 +301,17 @@ class Tiling(Part):
         if now.phase == "look" and not state.plans_next and not self._agreement.alone:
             return False  # ranks look together, at the step of which they would plan
         own = self._shown(now, graph, limit_nbytes, machine)
-        together = self._agreement.known(own)
+        together = self._agreement.known_heads(own)
         known = own if together is None else together
         again = self._wanted and now.follows(known, self._agreement.alone, self._tell)
         if again and together is not None:
             self._agreement.observes_again()
         return again
 
-    def _shown(self, now: LossHead, graph: Graph, limit_nbytes: int | None, machine: Machine) -> Known:
+    def _shown(self, now: LossHead, graph: Graph, limit_nbytes: int | None, machine: Machine) -> KnownHead:
         """What the step has shown."""
         if not self._wanted:
-            return Known("whole", why="tile='off'")
+            return KnownHead("whole", why="tile='off'")
         self.step_ended(())  # the step may go on, with a batch of another shape
         if now.phase in ("prove", "tiled") and self._begun is not now:
             return now.missed_head()
@@ -321,12 +321,12 @@ class Tiling(Part):
             needed = now.proved or (too_large and are_worth_tiles(graph, peak_nbytes))
             if needed or not self._agreement.alone:
                 return now.looked(graph, self._model, needed, self._cannot)
-            return Known("look")
+            return KnownHead("look")
         if now.phase == "prove":
             return now.proven()
         if now.phase == "tiled":
             return now.ran(graph, lambda each: self._cost(each, limit_nbytes, machine))
-        return Known("whole")
+        return KnownHead("whole")
 
     def _cannot(self, head: TiledHead) -> str:
         """Why this head must stay whole; "" if it need not."""

@@ -54,7 +54,7 @@ class Candidate:
     beside_nbytes: int = 0
 
     @property
-    def budget_nbytes(self) -> int:
+    def least_budget_nbytes(self) -> int:
         """The smallest budget for the plan. A plan that rebuilds nothing needs no reserve for unseen memory."""
         unseen = UNSEEN_NBYTES if self.predicted.rebuilt_ops else 0
         return self.predicted.needed_nbytes + self.beside_nbytes + unseen
@@ -62,7 +62,7 @@ class Candidate:
     @property
     def beside_peak_nbytes(self) -> int:
         """Bytes of this budget beside the peak: what the device's allocator reserves in addition, too."""
-        return self.budget_nbytes - self.predicted.peak_nbytes
+        return self.least_budget_nbytes - self.predicted.peak_nbytes
 
 
 def with_reserved(candidate: Candidate, reserve: Callable[[tuple[Life, ...]], int] | None) -> Candidate:
@@ -134,19 +134,19 @@ class Frontier:
         """The last candidate within the budget. Reserved bytes follow allocated bytes closely but not strictly. If a candidate
         reserves too much, the next one tried needs fewer bytes by that excess; then bisection finds the last one that fits.
         """
-        needs = [c.budget_nbytes for c in self.candidates]
+        needs = [c.least_budget_nbytes for c in self.candidates]
         i = above = bisect_right(needs, budget_nbytes)
         while i:
-            excess = self._reserves(i - 1).budget_nbytes - budget_nbytes
+            excess = self._reserves(i - 1).least_budget_nbytes - budget_nbytes
             if excess <= 0:
                 break
             above, i = i - 1, min(i - 1, bisect_right(needs, needs[i - 1] - excess))
         if not i:
             last = self.smallest
-            return last if last is not None and last.budget_nbytes <= budget_nbytes else None
+            return last if last is not None and last.least_budget_nbytes <= budget_nbytes else None
         while above - i > 0:
             middle = (i + 1 + above) // 2
-            if self._reserves(middle - 1).budget_nbytes <= budget_nbytes:
+            if self._reserves(middle - 1).least_budget_nbytes <= budget_nbytes:
                 i = middle
             else:
                 above = middle - 1
@@ -191,7 +191,7 @@ class Frontier:
     def _budget_of_fast(self, most_seconds: float) -> int:
         """Bytes of the smallest candidate that takes at most `most_seconds` extra; those of the fastest if all take more."""
         fast = (i for i, c in enumerate(self.candidates) if c.predicted.seconds <= most_seconds)
-        return self._reserves(next(fast, len(self.candidates) - 1)).budget_nbytes
+        return self._reserves(next(fast, len(self.candidates) - 1)).least_budget_nbytes
 
     def plan(self, budget_nbytes: int) -> Plan:
         """The plan for a budget, with its bound. Raises InfeasibleError as `within`."""
@@ -243,22 +243,22 @@ class Frontier:
         """The fewest early updates with which these lives fit the budget, and their price; None if no number that was tried
         fits.
         """
-        if candidate.budget_nbytes > budget_nbytes:  # even if all updates are early
+        if candidate.least_budget_nbytes > budget_nbytes:  # even if all updates are early
             return None
         whole = with_reserved(candidate, self.reserve)  # takes long
-        if whole.budget_nbytes > budget_nbytes:
+        if whole.least_budget_nbytes > budget_nbytes:
             return None
         lives, line = candidate.lives, simulate(self.graph, candidate.lives)
-        limit = budget_nbytes - (whole.budget_nbytes - line.predicted.peak_nbytes)
+        limit = budget_nbytes - (whole.least_budget_nbytes - line.predicted.peak_nbytes)
         for _ in range(_TRIES):
             updates = fewest(self.graph, line.nbytes, limit)
             step = updated(self.graph, updates)
             more = simulate(step, lives).predicted.peak_nbytes - line.predicted.peak_nbytes
             predicted = replace(candidate.predicted, peak_nbytes=candidate.predicted.peak_nbytes + more)
             found = with_reserved(replace(candidate, predicted=predicted), self.machine.reserve(step))
-            if found.budget_nbytes <= budget_nbytes:
+            if found.least_budget_nbytes <= budget_nbytes:
                 return updates, found.predicted
-            limit -= found.budget_nbytes - budget_nbytes
+            limit -= found.least_budget_nbytes - budget_nbytes
         return None
 
 

@@ -134,7 +134,7 @@ class Parking(Generic[T]):
         def needed_nbytes(some: Rests, plan: Plan) -> int:
             step = updated(self.parked(some).graph, plan.updates)
             candidate = replace(frontier.candidate_of(plan), predicted=simulate(step, plan.lives).predicted)
-            return with_reserved(candidate, frontier.machine.reserve(step)).budget_nbytes
+            return with_reserved(candidate, frontier.machine.reserve(step)).least_budget_nbytes
 
         return least_parked(frontier, parked, limit_nbytes, needed_nbytes)
 

@@ -1,4 +1,4 @@
-"""The frontier of plans of a graph, and the one that fits a budget.
+"""Runs all solvers on a graph, and keeps the plans that no other is both smaller and faster than (frontier.py).
 
 The plans of all solvers are collected and priced by the same simulator: keep-all, checkpointing of each sharded unit, the
 op-level minimum cuts of the whole graph, Echo, and the dynamic programme over a chain at many levels of memory. If the budget
@@ -66,7 +66,7 @@ one CPU core.
 Progress = Callable[[str], None]
 Named = tuple[str, tuple[Life, ...]]
 """A plan, as the name of its solver and its lives."""
-_smallest_budget = attrgetter("budget_nbytes")
+_smallest_budget = attrgetter("least_budget_nbytes")
 
 
 def _late_nbytes(graph: Graph) -> int:
@@ -77,14 +77,14 @@ def _late_nbytes(graph: Graph) -> int:
     return max(hooks, default=0) if kind_of(graph.device).is_host else 0
 
 
-def _plain(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
+def _plain(graph: Graph) -> Iterator[Named]:
     """Plans that need no solver: keep everything, and checkpoint each unit of sharded modules."""
     yield "keep all", keep_all(graph)
     if graph.windowed:
         yield "each unit checkpointed", per_unit(graph)
 
 
-def _whole_graph(moment: bound.Moment) -> Iterator[tuple[str, tuple[Life, ...]]]:
+def _whole_graph(moment: bound.Moment) -> Iterator[Named]:
     """Single-level plans: hold the tensors of a cut and those that cost nothing at its point, and rebuild the rest just in
     time.
     """
@@ -120,7 +120,7 @@ def _chains(graph: Graph) -> list[tuple[str, stage_chain.ModelChain]]:
     return models
 
 
-def _chain(graph: Graph, limit: int, detail: Progress) -> Iterator[tuple[str, tuple[Life, ...]]]:
+def _chain(graph: Graph, limit: int, detail: Progress) -> Iterator[Named]:
     """Chain plans at many levels."""
     for name, model in _chains(graph):
         table = dp.solve_chain(model.chain, limit)
@@ -131,7 +131,7 @@ def _chain(graph: Graph, limit: int, detail: Progress) -> Iterator[tuple[str, tu
             yield name, stage_chain.lives(model, table.tree(level))
 
 
-def _of_few_bytes(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
+def _of_few_bytes(graph: Graph) -> Iterator[Named]:
     """Plans for few bytes, each solver's own."""
     yield "Echo", echo(graph)
     for moment in bound.moments(graph, vertices=6):
@@ -140,7 +140,7 @@ def _of_few_bytes(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
         yield f"{name}, smallest", stage_chain.lives(model, dp.smallest_tree(model.chain))
 
 
-def _smallest(graph: Graph) -> Iterator[tuple[str, tuple[Life, ...]]]:
+def _smallest(graph: Graph) -> Iterator[Named]:
     """Plans for few bytes that do not depend on measured times: the seconds of ops are computed from their bytes and FLOPs."""
 
     def seconds(op: Op) -> float:
@@ -170,16 +170,16 @@ def smallest(graph: Graph, machine: Machine | None = None, enough_nbytes: int = 
         with contextlib.suppress(LoweringError):
             candidate = Candidate(lives, simulate(graph, lives).predicted, solver, late)
             made.append(candidate)
-            if candidate.budget_nbytes <= enough_nbytes:  # reserved bytes come on top, and take longer to compute
+            if candidate.least_budget_nbytes <= enough_nbytes:  # reserved bytes come on top, and take longer to compute
                 whole = with_reserved(candidate, reserve)
-                if whole.budget_nbytes <= enough_nbytes:
+                if whole.least_budget_nbytes <= enough_nbytes:
                     return whole
     return with_reserved(min(made, key=_smallest_budget), reserve)
 
 
 def smallest_nbytes(graph: Graph, machine: Machine | None = None, enough_nbytes: int = 0) -> int:
     """Bytes that `smallest` needs. Without `enough_nbytes` they are `Frontier.smallest_nbytes`."""
-    return smallest(graph, machine, enough_nbytes).budget_nbytes
+    return smallest(graph, machine, enough_nbytes).least_budget_nbytes
 
 
 def of_one(graph: Graph, plan: Named, machine: Machine) -> Frontier:
@@ -191,7 +191,7 @@ def of_one(graph: Graph, plan: Named, machine: Machine) -> Frontier:
     return Frontier(
         graph=graph,
         candidates=(candidate,),
-        smallest_nbytes=candidate.budget_nbytes,
+        smallest_nbytes=candidate.least_budget_nbytes,
         unmodified_peak_nbytes=max(unmodified_levels(machine.usual_step(graph)), default=0),
         moments=(),
         seconds=0.0,
@@ -217,13 +217,13 @@ def _pareto(plans: Iterable[Candidate], objective: Objective, rebuilt_op_seconds
         return (seconds,) if objective == "throughput" else (p.extra_flops, seconds)
 
     best: list[Candidate] = []
-    for c in sorted(plans, key=lambda c: (c.budget_nbytes, *price(c), c.predicted.rebuilt_ops)):
+    for c in sorted(plans, key=lambda c: (c.least_budget_nbytes, *price(c), c.predicted.rebuilt_ops)):
         if not best or price(c) < price(best[-1]):
             best.append(c)
     return best
 
 
-def _between(graph: Graph, front: Callable[[], list[Candidate]]) -> Iterator[tuple[str, tuple[Life, ...]]]:
+def _between(graph: Graph, front: Callable[[], list[Candidate]]) -> Iterator[Named]:
     """Plans between neighbours of the frontier that are far apart, the widest gap first. `front`: returns the present
     frontier.
     """
@@ -231,9 +231,10 @@ def _between(graph: Graph, front: Callable[[], list[Candidate]]) -> Iterator[tup
     for _ in range(_GAPS):
         pairs = itertools.pairwise(front())
         gaps = [
-            (large.budget_nbytes - small.budget_nbytes, small, large)
+            (large.least_budget_nbytes - small.least_budget_nbytes, small, large)
             for small, large in pairs
-            if large.budget_nbytes - small.budget_nbytes > _GAP * large.budget_nbytes and (id(small), id(large)) not in filled
+            if large.least_budget_nbytes - small.least_budget_nbytes > _GAP * large.least_budget_nbytes
+            and (id(small), id(large)) not in filled
         ]
         if not gaps:
             return
@@ -252,9 +253,9 @@ def _near(
     reserve: Callable[[tuple[Life, ...]], int] | None,
     over: Callable[[], bool],
     thorough: bool,
-) -> Iterator[tuple[str, tuple[Life, ...]]]:
+) -> Iterator[Named]:
     """Plans for a budget that a local search reaches from plans of the frontier. `over`: whether time is up."""
-    fitting = bisect_right([c.budget_nbytes for c in front], budget_nbytes)
+    fitting = bisect_right([c.least_budget_nbytes for c in front], budget_nbytes)
     if fitting < len(front):  # the unmodified step does not fit
         near = with_reserved(front[max(0, fitting - 1)], reserve)
         beside = near.predicted.needed_nbytes - near.predicted.peak_nbytes + near.beside_nbytes + UNSEEN_NBYTES
@@ -267,7 +268,7 @@ def _priced_first(front: list[Candidate], budgets: Collection[int]) -> list[int]
     budgets, then those in between, ever more densely.
     """
     last = len(front) - 1
-    near = (bisect_right([c.budget_nbytes for c in front], budget) for budget in budgets)
+    near = (bisect_right([c.least_budget_nbytes for c in front], budget) for budget in budgets)
     chosen = [0, last, *(i for fitting in near for i in (fitting - 1, fitting - 2, fitting) if 0 <= i <= last)]
     stride = last
     while stride > 1:
@@ -279,6 +280,111 @@ def _priced_first(front: list[Candidate], budgets: Collection[int]) -> list[int]
 def _priced(candidate: Candidate, predicted: Prediction, overhead: Overhead) -> Candidate:
     """The candidate with its exact price. `predicted`: its price without the engine's own work."""
     return replace(candidate, predicted=replace(predicted, overhead_seconds=overhead.of(candidate.lives)))
+
+
+class _Search:
+    """The plans of a graph that are made until time is up.
+
+    made: what each of them needs. moments: those at which the bound is proven.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        machine: Machine,
+        objective: Objective,
+        beside: Callable[[tuple[Life, ...]], int],
+        clock: Callable[[], float],
+        limit_seconds: float,
+    ) -> None:
+        """See `solve`."""
+        self.graph, self.machine, self.objective = graph, machine, objective
+        self.reserve = machine.reserve(graph)
+        self.made: list[Candidate] = []
+        self.moments: list[bound.Moment] = []
+        self._beside, self._late_nbytes = beside, _late_nbytes(graph)
+        self._known: set[tuple[Life, ...]] = set()
+        self._clock, self._since, self._limit_seconds = clock, clock(), limit_seconds
+        self._last = self._since + limit_seconds
+        self._end, self._faster_since = self._last, self._since
+
+    def add(self, plans: Iterable[Named], say: Progress, detail: Progress, needed: Callable[[], bool] = lambda: False) -> bool:
+        """Price these plans and add them to those made. Returns whether there was time for all. `needed`: whether to go on
+        although time is up.
+        """
+        for solver, lives in plans:
+            try:
+                if lives not in self._known:  # a third of all plans is found by several solvers; the first one gets the credit
+                    self._known.add(lives)
+                    beside_nbytes = self._late_nbytes + self._beside(lives)
+                    self.made.append(Candidate(lives, simulate(self.graph, lives).predicted, solver, beside_nbytes))
+            except LoweringError:
+                if not self.graph.windowed:  # usual in a sharded model: a chain may need weights of several units
+                    detail(f"a plan of {solver} needs a tensor that cannot be made; left out")
+            if self.is_over() and not needed():
+                if self._end < self._last:
+                    say(f"{len(self.made)} plans made; a longer search would take more time than it saves")
+                else:
+                    say(f"time limit of {self._limit_seconds:g} s reached with {len(self.made)} plans")
+                return False
+        return True
+
+    def is_over(self) -> bool:
+        return self._clock() > self._end
+
+    def left_seconds(self) -> float:
+        """Seconds until the time limit, whatever faster plans may take."""
+        return self._last - self._clock()
+
+    def for_faster_plans(self, seconds: float) -> None:
+        """Plans for few bytes are known: from now on, faster ones are made, for so many seconds at most."""
+        self._faster_since = self._clock()
+        self._end = min(self._end, self._faster_since + seconds)
+
+    def early(self, plans: Iterator[Named]) -> Iterator[Named]:
+        """Those of these plans that are made in the first part of that time."""
+        until = self._faster_since + _EARLY * (self._end - self._faster_since)
+        while self._clock() < until and (plan := next(plans, None)) is not None:
+            yield plan
+
+    def fewest(self) -> Candidate:
+        """The plan with the smallest budget so far."""
+        return with_reserved(min(self.made, key=_smallest_budget), self.reserve)
+
+    def front(self) -> list[Candidate]:
+        return _pareto(self.made, self.objective, self.machine.overhead.rebuilt_op)
+
+    def faster(self, graph: Graph, budgets: Collection[int], dense: bool, thorough: bool, detail: Progress) -> Iterator[Named]:
+        """Plans that depend on the seconds of ops, and the moments of the bound. `graph`: the step that plans are made for. The
+        others: see `solve`.
+        """
+        priced = self.machine.overhead.added_to(graph) if self.objective == "throughput" else _priced_by_flops(graph)
+        yield "Echo", echo(priced)
+        # the bound holds for all plans, also for those that no solver finds
+        is_priced = priced is self.graph
+        self.moments.extend(bound.moments(self.graph) if is_priced else bound.moments(self.graph, _OF_BOUND))
+        for moment in self.moments if is_priced else bound.moments(priced):
+            yield from _whole_graph(moment)
+        chains = _chain(priced, max(unmodified_levels(self.graph), default=0), detail)
+        yield from self.early(chains) if budgets else chains
+        if dense:
+            yield from _between(self.graph, self.front)
+        for budget in budgets:
+            for moment in bound.near(self.graph, budget, self.is_over) if thorough else ():
+                self.moments.append(moment)
+                for lives in () if moment.held is None else _holding(moment, moment.held):
+                    yield "whole tensors", lives
+            yield from _near(priced, self.front(), budget, self.reserve, self.is_over, thorough)
+
+    def frontier_candidates(self, budgets: Collection[int]) -> list[Candidate]:
+        """Plans of the frontier with their exact prices: as many as there is time for, those near the budgets first."""
+        front = self.front()
+        priced: list[Candidate] = []
+        for i in _priced_first(front, budgets):
+            if len(priced) >= _PRICED and self.is_over():
+                break
+            priced.append(_priced(front[i], front[i].predicted, self.machine.overhead))
+        return _pareto(priced, self.objective)
 
 
 @collector_paused()
@@ -316,105 +422,44 @@ def solve(
     say: is told if the time limit was reached.
     detail: is told how the solvers progress.
     """
-    machine = machine or Machine()
-    overhead, reserve = machine.overhead, machine.reserve(graph)
-    began, began_clock = perf_counter(), clock()
-    end, searching_since = began_clock + limit_seconds, began_clock
-    unmodified = max(unmodified_levels(graph), default=0)
-    made: list[Candidate] = []
-    known: set[tuple[Life, ...]] = set()
-    late = _late_nbytes(graph)
-    moments: list[bound.Moment] = []
-
-    def fill(plans: Iterable[tuple[str, tuple[Life, ...]]], needed: Callable[[], bool] = lambda: False) -> bool:
-        """Price these plans and add them to those made. Returns whether there was time for all. `needed`: whether to go on
-        although time is up.
-        """
-        for solver, lives in plans:
-            try:
-                if lives not in known:  # a third of all plans is found by several solvers; the first one gets the credit
-                    known.add(lives)
-                    made.append(Candidate(lives, simulate(graph, lives).predicted, solver, late + beside(lives)))
-            except LoweringError:
-                if not graph.windowed:  # in a sharded model this is usual: a chain may need weights of several units at once
-                    detail(f"a plan of {solver} needs a tensor that cannot be made; left out")
-            if over() and not needed():
-                if end < began_clock + limit_seconds:
-                    say(f"{len(made)} plans made; a longer search would take more time than it saves")
-                else:
-                    say(f"time limit of {limit_seconds:g} s reached with {len(made)} plans")
-                return False
-        return True
-
-    def over() -> bool:
-        return clock() > end
-
-    def fewest() -> Candidate:
-        return with_reserved(min(made, key=_smallest_budget), reserve)
+    began = perf_counter()
+    search = _Search(graph, machine or Machine(), objective, beside, clock, limit_seconds)
+    machine = search.machine
 
     def above() -> bool:
-        return keep_nbytes is not None and fewest().budget_nbytes > keep_nbytes
+        return keep_nbytes is not None and search.fewest().least_budget_nbytes > keep_nbytes
 
-    def front() -> list[Candidate]:
-        return _pareto(made, objective, overhead.rebuilt_op)
-
-    def early(plans: Iterator[tuple[str, tuple[Life, ...]]]) -> Iterator[tuple[str, tuple[Life, ...]]]:
-        until = searching_since + _EARLY * (end - searching_since)
-        while clock() < until and (plan := next(plans, None)) is not None:
-            yield plan
-
-    def timed() -> Iterator[tuple[str, tuple[Life, ...]]]:
-        priced = overhead.added_to(searched) if objective == "throughput" else _priced_by_flops(searched)
-        yield "Echo", echo(priced)
-        # the bound holds for all plans, also for those that no solver finds
-        moments.extend(bound.moments(graph) if priced is graph else bound.moments(graph, _OF_BOUND))
-        for moment in moments if priced is graph else bound.moments(priced):
-            yield from _whole_graph(moment)
-        chains = _chain(priced, unmodified, detail)
-        yield from early(chains) if budgets else chains
-        if dense:
-            yield from _between(graph, front)
-        for budget in budgets:
-            for moment in bound.near(graph, budget, over) if thorough else ():
-                moments.append(moment)
-                for lives in () if moment.held is None else _holding(moment, moment.held):
-                    yield "whole tensors", lives
-            yield from _near(priced, front(), budget, reserve, over, thorough)
-
+    in_time = search.add(itertools.chain(_plain(graph), start), say, detail, above)
+    step = held_at_boundaries(graph)
     saves = any(s.unpacked_at and s.tensor in graph.producers for s in graph.saves)
-    searched = held_at_boundaries(graph)
-    in_time = fill(itertools.chain(_plain(graph), start), above) and (not saves or fill(_smallest(searched), above))
-    smallest = fewest()
+    if saves:
+        in_time = in_time and search.add(_smallest(step), say, detail, above)
+    smallest = search.fewest()
     if in_time and saves:
-        searching_since = clock()
-        end = min(end, searching_since + search_seconds)
-        fill(timed())
-    found, whole = front(), list[Candidate]()
-    for i in _priced_first(found, budgets):
-        if len(whole) >= _PRICED and over():
-            break
-        whole.append(_priced(found[i], found[i].predicted, overhead))
+        search.for_faster_plans(search_seconds)
+        search.add(search.faster(step, budgets, dense, thorough, detail), say, detail)
+    candidates = search.frontier_candidates(budgets)
     others: list[Candidate] = []
-    if machine.update_seconds and graph.updates and budgets and clock() < began_clock + limit_seconds:
+    if machine.update_seconds and graph.updates and budgets and (left_seconds := search.left_seconds()) > 0:
         usual = solve(
             updated(graph, ()),
             machine,
             objective=objective,
-            limit_seconds=began_clock + limit_seconds - clock(),
+            limit_seconds=left_seconds,
             search_seconds=search_seconds,
             budgets=budgets,
             clock=clock,
         )
-        others = [_priced(c, simulate(graph, c.lives).predicted, overhead) for c in usual.candidates]
+        others = [_priced(c, simulate(graph, c.lives).predicted, machine.overhead) for c in usual.candidates]
     return Frontier(
         graph=graph,
-        candidates=tuple(_pareto(whole, objective)),
-        smallest_nbytes=smallest.budget_nbytes,
+        candidates=tuple(candidates),
+        smallest_nbytes=smallest.least_budget_nbytes,
         unmodified_peak_nbytes=max(unmodified_levels(machine.usual_step(graph)), default=0),
-        moments=tuple(moments),
+        moments=tuple(search.moments),
         seconds=perf_counter() - began,
         machine=machine,
-        smallest=smallest if reserve is not None else None,
+        smallest=smallest if search.reserve is not None else None,
         others=tuple(others),
         cut_off=not in_time,
     )

@@ -197,7 +197,7 @@ def test_the_smallest_plan_that_is_fast_enough() -> None:
         for most in (slowest, 0.7 * slowest, 0.3 * slowest, 0.0):
             plan = frontier.smallest_plan(most)
             assert plan.predicted.seconds <= most
-            fast = [c.budget_nbytes for c in frontier.candidates if c.predicted.seconds <= most]
+            fast = [c.least_budget_nbytes for c in frontier.candidates if c.predicted.seconds <= most]
             assert plan.budget_nbytes <= max(frontier.smallest_nbytes, min(fast))
             chosen.add(plan.lives)
         assert frontier.smallest_plan(0.0).predicted.rebuilt_ops == 0

@@ -33,7 +33,7 @@ from lightning_memopt.ranks import Ranks, joins, ranks_of
 from lightning_memopt.session.parking.offloading import Offloading
 from lightning_memopt.session.parts import Part
 from lightning_memopt.session.ranks import shared_heads, shared_plan
-from lightning_memopt.session.ranks.shared_heads import Known
+from lightning_memopt.session.ranks.shared_heads import KnownHead
 from lightning_memopt.session.regions import shared_regions
 from lightning_memopt.session.regions.region_choice import Option
 from lightning_memopt.session.regions.shared_regions import Shown
@@ -282,7 +282,7 @@ class Agreement(Part):
     def _heads(self) -> str:
         return f"the loss heads of step {self._updates}"
 
-    def known(self, known: Known) -> Known | None:
+    def known_heads(self, known: KnownHead) -> KnownHead | None:
         """What all ranks know of their loss heads after an observed step, if this one knows `known`; None where this rank
         decides by itself: the ranks do not meet now, or do not do the same.
         """

@@ -20,7 +20,7 @@ fit into memory. Smaller is better.
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownHead:
     """What a rank knows of its loss head after an observed step; or all ranks together.
 
     step: what the step was for.
@@ -48,7 +48,7 @@ class Known:
         return dict(vars(self))
 
 
-def together(posts: Sequence[dict[str, Any]], rank: int, names: Sequence[int]) -> Known | None:
+def together(posts: Sequence[dict[str, Any]], rank: int, names: Sequence[int]) -> KnownHead | None:
     """What all ranks know, for this one; None where each decides by itself. `names`: the global numbers of ranks."""
     if not all(posts):
         return None
@@ -66,6 +66,6 @@ def together(posts: Sequence[dict[str, Any]], rank: int, names: Sequence[int]) -
     return replace(own, needed=needed, again=again, ways=ways, costs=costs)
 
 
-def _of_fields(post: dict[str, Any]) -> Known:
+def _of_fields(post: dict[str, Any]) -> KnownHead:
     costs = tuple((kept, cost) for kept, cost in post["costs"])
-    return Known(**post | {"costs": costs})
+    return KnownHead(**post | {"costs": costs})

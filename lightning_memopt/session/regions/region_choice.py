@@ -274,7 +274,7 @@ class Choice:
 
 def plans_of_eager_code(frontier: Frontier, peak_nbytes: int) -> tuple[Eager, ...]:
     """The plans of a frontier for the step around the regions, whose peak is `peak_nbytes`: at most `_PLANS` of them."""
-    plans = [Eager(peak_nbytes - c.budget_nbytes, c.predicted.seconds) for c in frontier.candidates]
+    plans = [Eager(peak_nbytes - c.least_budget_nbytes, c.predicted.seconds) for c in frontier.candidates]
     plans = [plan for plan in plans if plan.saved_nbytes > 0]
     step = -(-len(plans) // _PLANS)
     return tuple(plans[::step]) if plans else ()

@@ -31,7 +31,7 @@ for a few ops of a layer, and another model with the same weights is rare."""
 
 
 @dataclass(frozen=True)
-class Known:
+class CarriedPlan:
     """What such a plan is for the step that was observed.
 
     path: its file.
@@ -88,7 +88,7 @@ class Foreseen:
         lives = carried(Pairing(self._graph, step), self._plan.lives)
         return lives is not None and planner.of_one(step, (self._plan.solver, lives), machine).smallest_nbytes <= limit_nbytes
 
-    def take(self, graph: Graph) -> Known | None:
+    def take(self, graph: Graph) -> CarriedPlan | None:
         """What the plan is for this step; None where it was taken before. Raises PlanMismatchError as `check` does."""
         if self._is_taken:
             return None
@@ -96,7 +96,7 @@ class Foreseen:
         pairing = self._pairing(graph, "")
         lives = carried(pairing, self._plan.lives)
         plans = () if lives is None else ((self._plan.solver, lives),)
-        return Known(self._path, graph, plans, pairing.others, pairing.resized)
+        return CarriedPlan(self._path, graph, plans, pairing.others, pairing.resized)
 
     def _pairing(self, step: Graph, nothing_done: str) -> Pairing:
         pairing = Pairing(self._graph, step)

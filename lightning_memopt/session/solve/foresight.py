@@ -48,7 +48,7 @@ from lightning_memopt.units import format_nbytes
 
 _IF = " (if the loop holds nothing more from one step to the next)"
 Parked = Callable[..., tuple[Graph, int]]
-"""`AtRest.smallest`."""
+"""`AtRest.all_parked`."""
 
 
 class Foresight:

@@ -71,7 +71,7 @@ def test_the_smallest_plan_within_a_slowdown(slowdown: float, monkeypatch: pytes
     assert plan.predicted.overhead_seconds > plan.predicted.extra_seconds or not plan.predicted.rebuilt_ops
     allowed = [c for c in frontier.candidates if c.predicted.seconds <= (slowdown - 1) * plan.step_seconds]
     assert plan.lives in {c.lives for c in allowed}
-    assert plan.budget_nbytes <= max(frontier.smallest_nbytes, min(c.budget_nbytes for c in allowed))
+    assert plan.budget_nbytes <= max(frontier.smallest_nbytes, min(c.least_budget_nbytes for c in allowed))
     assert (plan.predicted.rebuilt_ops == 0) == (slowdown == 1.0)
     told = [line for line in said if "max_slowdown" in line]
     assert len(told) == (plan.budget_nbytes > frontier.smallest_nbytes)
