@@ -149,8 +149,8 @@ class Watched:
         self.policies: list[Policy] = []
         self._solved = AtRest.solved
 
-    def solved(self, at_rest: AtRest, solve: Any, limit: int | None, say: Any, graph: Graph) -> Any:
-        found = self._solved(at_rest, solve, limit, say, graph)
+    def solved(self, at_rest: AtRest, solve: Any, limit: int | None, graph: Graph) -> Any:
+        found = self._solved(at_rest, solve, limit, graph)
         rests = Rests(tuple(at_rest.states.found(graph)), tuple(at_rest.weights.found(graph)))
         self.graph = graph
         self.once_nbytes = sum(unit.parking.nbytes for unit in rests.units if not unit.parking.are_trained)
