@@ -26,7 +26,7 @@ def interrupted(*_: object) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "interrupting"),
     [
-        (Drift, "overtaken", property(interrupted)),
+        (Drift, "inputs_changed", property(interrupted)),
         (PlanCache, "pop", lambda self, *args: (dict.pop(self, *args), interrupted())),
     ],
     ids=["a forward begins", "a state is looked up"],

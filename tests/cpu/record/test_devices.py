@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from lightning_memopt import MemOptConfig, optimize
 from lightning_memopt.device import determinism
+from lightning_memopt.logs import silent
 from lightning_memopt.plan import Machine
 from lightning_memopt.record import recorder, rules
 from lightning_memopt.session.parking.offloading import Offloading
-from lightning_memopt.session.solve.solving import frontier_of
+from lightning_memopt.session.solve.solving import plan_for, tell
 from tests.cpu.lib.device_thread import backward_in_its_own_thread
 from tests.cpu.lib.loops import QUIET, assert_same, sgd, state
 from tests.cpu.lib.observed_graph import graph_of
@@ -106,7 +107,7 @@ def test_a14_what_is_kept_is_said(tunes: None) -> None:
     offloading = Offloading(torch.device("cpu"), MemOptConfig(verbose=False))
     for device, lines in (("cuda", 1), ("cpu", 0)):
         said: list[str] = []
-        frontier_of(replace(graph, device=device), offloading, said.append, Machine())
+        tell(plan_for(replace(graph, device=device), None, offloading, silent, Machine()), None, offloading, said.append)
         of_convolutions = [line for line in said if "160.00 KiB of results of convolutions" in line]
         assert len(of_convolutions) == lines, "five results of 32 KiB"
 
