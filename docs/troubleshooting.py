@@ -206,11 +206,11 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "with the native engine. The budget is looked for without room for these.",
         "What the line says. Otherwise nothing: the plan keeps the budget without it, or another line says that none does.",
     ),
-    ("session/at_rest.py", "MemOpt: parked between updates"): (
+    ("session/solve/solving.py", "MemOpt: parked between updates"): (
         "With `offload=`, the state rests in the tier between updates, because the budget needs the bytes.",
         NOTHING,
     ),
-    ("session/at_rest.py", "MemOpt: on the device only while"): (
+    ("session/solve/solving.py", "MemOpt: on the device only while"): (
         "With `offload=`, weights rest in the tier while other modules run, because the budget needs the bytes.",
         NOTHING,
     ),
