@@ -67,7 +67,7 @@ def ran(name: str, above_nbytes: int | None, options: dict[str, Any]) -> tuple[d
     budget = "min" if above_nbytes is None else held + above_nbytes
     torch.manual_seed(1)
     losses = []
-    with optimize(model, optimizer, budget=budget, profile_steps=2, verbose=False, **options) as run:
+    with optimize(model, optimizer, budget=budget, profile_steps=2, tile="off", verbose=False, **options) as run:
         for _ in range(STEPS):
             loss = model(**inputs).loss
             with run.last_backward():
