@@ -120,13 +120,15 @@ def ordered(problem: Problem, updates: AbstractSet[int], seconds: float) -> tupl
     began = time.monotonic()
     first = early(problem, updates, range(len(problem)))
     found = order(renumbered(problem, first), seconds)
-    early_nbytes, by, sequence = found.given_nbytes, found.by, tuple(first[op] for op in found.sequence)
+    early_nbytes = found.given_nbytes
+    sequence = tuple(first[op] for op in found.sequence)
     peak_nbytes = found.peak_nbytes
-    if by == "the given order":
-        by = "updates as early as possible"
+    by = "updates as early as possible" if found.by == "the given order" else found.by
     if peak_nbytes > found.bound_nbytes:
         edged = order(with_control_edges(problem, updates), seconds)
         if edged.peak_nbytes < peak_nbytes:
-            peak_nbytes, by, sequence = edged.peak_nbytes, f"{edged.by}, control edges", edged.sequence
+            sequence = edged.sequence
+            peak_nbytes = edged.peak_nbytes
+            by = f"{edged.by}, control edges"
     given_nbytes = problem.peak_nbytes(range(len(problem)))
     return Order(sequence, peak_nbytes, found.bound_nbytes, given_nbytes, by, time.monotonic() - began), early_nbytes

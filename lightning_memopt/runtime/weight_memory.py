@@ -27,7 +27,9 @@ class WeightMemory(Exchanged):
 
     def __init__(self, weight: torch.Tensor, shelf: Shelf) -> None:
         super().__init__(shelf, weight.nbytes)
-        self._weight, self.identity, self.device = weight, id(weight), weight.device
+        self._weight = weight
+        self.identity = id(weight)
+        self.device = weight.device
         self._bytes = bytes_of(weight)  # a tensor on the storage
         self.is_lent = False
         self._copy_out()

@@ -298,15 +298,20 @@ class _Search:
         limit_seconds: float,
     ) -> None:
         """See `solve`."""
-        self.graph, self.machine, self.objective = graph, machine, objective
+        self.graph = graph
+        self.machine = machine
+        self.objective = objective
         self.reserve = machine.reserve(graph)
         self.made: list[Candidate] = []
         self.moments: list[bound.Moment] = []
-        self._beside, self._late_nbytes = beside, _late_nbytes(graph)
+        self._beside = beside
+        self._late_nbytes = _late_nbytes(graph)
         self._known: set[tuple[Life, ...]] = set()
-        self._clock, self._since, self._limit_seconds = clock, clock(), limit_seconds
-        self._last = self._since + limit_seconds
-        self._end, self._faster_since = self._last, self._since
+        self._clock = clock
+        self._limit_seconds = limit_seconds
+        self._faster_since = clock()
+        self._last = self._faster_since + limit_seconds
+        self._end = self._last
 
     def add(self, plans: Iterable[Named], say: Progress, detail: Progress, needed: Callable[[], bool] = lambda: False) -> bool:
         """Price these plans and add them to those made. Returns whether there was time for all. `needed`: whether to go on
