@@ -215,12 +215,13 @@ class StatesAtRest(Part):
 
     def found(self, graph: Graph, timed: bool = True) -> list[StateOf]:
         """All state that can be parked, as it is, or as the first update will make it. `timed`: with the seconds of copies, for
-        a step whose update has run: its graph has no state that is yet to be made.
+        a step whose update has run: its graph has no state that is yet to be made, and what the update left without state has
+        no gradient.
         """
         tier, rounded = self.offloading.tier, kind_of(graph.device).allocated_nbytes
         rates = None
         found: dict[str, StateOf] = {}
-        for name, sizes, is_there in self._each(rounded):
+        for name, sizes, is_there in self._each(rounded, updated=timed):
             out = back = 0.0
             if timed:
                 rates = rates or self.offloading.rates  # measured only where they are needed
@@ -306,9 +307,9 @@ class StatesAtRest(Part):
         states = [_parking(name, self.offloading.tier, sizes, 0.0) for name, sizes in found.items()]
         return *states, *(self._gradient(name, p, 0.0) for name, p in self._parameters() if p.requires_grad)
 
-    def _each(self, rounded: Callable[[int], int]) -> Iterator[tuple[str, list[int], bool]]:
+    def _each(self, rounded: Callable[[int], int], updated: bool = False) -> Iterator[tuple[str, list[int], bool]]:
         """The name of each parameter whose state can be parked, bytes of the tensors of it that one optimizer has or will make,
-        and whether it has.
+        and whether it has. `updated`: an optimizer that has any state has all that it makes.
         """
         if not self.offloading.tier:
             return
@@ -322,9 +323,10 @@ class StatesAtRest(Part):
                 self._tell(_OUTSIDE)
             if not ours or not self._may(optimizer):
                 continue
+            will_make = not (updated and optimizer.state)
             for group, p in ours:
                 is_there, sizes = bool(optimizer.state.get(p)), parkable(optimizer, p)
-                if not is_there and p.requires_grad:
+                if not is_there and will_make and p.requires_grad:
                     sizes = [n for n in rehearse(optimizer, [(group, [p])], device, rounded).state if n >= LEAST_NBYTES]
                 if sizes:
                     yield names[id(p)], sizes, is_there

@@ -51,6 +51,35 @@ def test_state_that_an_optimizer_makes_later_is_not_taken_from_the_step() -> Non
     assert status.measured_peak_nbytes <= status.plan.predicted_peak_nbytes
 
 
+class _Spare(nn.Module):
+    """A model that uses its second part only when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = net(), net()
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.spare(self.used(x)) if both else self.used(x)
+
+
+def test_state_that_no_update_makes_is_not_parked_until_one_does() -> None:
+    """A budget is not thought to be kept by parking what is nowhere. When the second part gets gradients, its state leaves, too."""
+    model = _Spare()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    found = []
+    with optimize(model, optimizer, budget="min", offload="disk", max_slowdown=1e6) as run:
+        for i in range(12):
+            optimizer.zero_grad()
+            model(torch.randn(128, 128), both=i >= 6).square().mean().backward()
+            optimizer.step()
+            if i in (5, 11):
+                plan = run.plan
+                assert plan is not None
+                found.append({state.parameter.split(".")[0] for state in plan.states if state.what == "state"})
+                assert away(optimizer) == len(optimizer.state)  # both moments of each weight; biases are too small
+    assert found == [{"used"}, {"used", "spare"}]
+
+
 def test_state_is_made_in_the_order_of_the_plain_run() -> None:
     """After it was forgotten in the middle of training: a checkpoint has the same order."""
 
