@@ -21,10 +21,12 @@ from lightning_memopt.native.engine import loaded
 from lightning_memopt.runtime import parked_gradients
 from lightning_memopt.runtime.parked_gradients import ParkedGradients
 from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, is_away
-from tests.cpu.lib.engines import elements
+from tests.cpu.lib.engines import elements, needs_native
 from tests.cpu.lib.said import listening
 from tests.cpu.lib.times import Known, given
 from tests.cpu.parking.test_states import MIB, net
+
+pytestmark = needs_native  # without it gradients are not parked, and a line says so
 
 NEVER: dict[str, Any] = dict(offload="disk", max_slowdown=1e6, optimizer_in_backward="never")
 
