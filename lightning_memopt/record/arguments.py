@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lightning_memopt.record.tape import StorageVersion, Tape, View
+from lightning_memopt.record.tape import StorageVersion, Tape
 from lightning_memopt.record.tensors import is_plain, tensors_in
 from lightning_memopt.torch_private import storage_id
 
@@ -54,7 +54,7 @@ def _captured(values: Iterable[Any], source: Source, reads: list[StorageVersion]
             if is_plain(value):
                 version = source.version_of(value)
                 reads.append(version)
-                kept.append(View(version.id, value))
+                kept.append(source.tape.view(version.id, value))
             else:
                 foreign.append(value)
                 kept.append(_FOREIGN)

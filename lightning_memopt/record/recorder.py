@@ -60,7 +60,7 @@ class Recorder(Outside):
         """Context around allocations that are made only for rebuilds: the user's step would not make them."""
         self.op = 0
         self.next_id = 0
-        self.of_storage: dict[int, StorageVersion] = {} if tape.native is None else tape.native.Storages()
+        self.of_storage: dict[int, StorageVersion] = {} if tape.native is None else tape.native.Versions()
         self._earlier: dict[int, StorageVersion] = {}
         """What earlier calls of the model, and code between them, made: storage -> version, as in `of_storage`."""
         self._beneath: dict[int, list[StorageVersion]] = {}
@@ -165,7 +165,7 @@ class Recorder(Outside):
         if native is None:
             version = tape.version(id, t, origin)
         else:  # without the call of `Tape.version`: this runs for each result of each op
-            version = native.version(id, t, origin, tape.weak_references)
+            version = native.version(id, t, origin)
         self.of_storage[version.weak] = version  # the weak reference is the storage's address
         if self.capturing:
             tape.versions[id] = version
@@ -253,7 +253,7 @@ class Recorder(Outside):
         if rule.handling == "empty" and capturing and isinstance(out, torch.Tensor) and is_plain(out):
             # it reads no bytes: a rebuild needs only the sizes and strides of the result, not the tensor that it is like
             like = {"dtype": out.dtype, "device": out.device}
-            record.call = Call(op, _EMPTY_STRIDED, (out.size(), out.stride()), like, (), False)
+            record.call = self.tape.call(op, _EMPTY_STRIDED, (out.size(), out.stride()), like, (), False)
             record.recomputable = True
         if self.tiles is not None and self.tiles.took:
             record.call, record.recomputable = None, False
@@ -329,8 +329,7 @@ class Recorder(Outside):
             else:
                 version.read = True
         ids = tuple(dict.fromkeys([version.id for version in reads]))
-        call = Call(op, func, *blocking(func, held_args, held_kwargs), ids, torch.is_grad_enabled())
-        self.tape.hide(call)
+        call = self.tape.call(op, func, *blocking(func, held_args, held_kwargs), ids, torch.is_grad_enabled())
         if rule.handling == "random":
             call.repeats = self.owner.wants_state(record.func._name)
             if call.repeats:

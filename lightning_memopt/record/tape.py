@@ -8,6 +8,7 @@ while the recorder may still meet the storage; it does not keep the storage's by
 
 from __future__ import annotations
 
+import abc
 import enum
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -140,8 +141,10 @@ def recount(targets: Sequence[torch.Tensor], of_storage: Mapping[int, StorageVer
             version.counter = t._version
 
 
-class View:
-    """A strided window on the storage version with the id `version`. A tape keeps it instead of a tensor argument."""
+class View(abc.ABC):  # noqa: B024 - abstract only so that the native engine's class counts as a subclass
+    """A strided window on the storage version with the id `version`. A tape keeps it instead of a tensor argument. Where the
+    native engine is loaded, it is of its own class, with the methods of this one (`Tape.view`).
+    """
 
     __slots__ = ("conj", "dtype", "neg", "offset", "size", "stride", "version")
 
@@ -153,6 +156,14 @@ class View:
         self.dtype = dtype = t.dtype
         self.conj = dtype.is_complex and t.is_conj()
         self.neg = t.is_neg()
+
+    def named(self, version: int) -> View:
+        """The same window, on another version."""
+        other: View = View.__new__(View)
+        for name in View.__slots__:
+            setattr(other, name, getattr(self, name))
+        other.version = version
+        return other
 
     def same(self, t: torch.Tensor) -> bool:
         """Whether `t` is the same window, perhaps on another storage."""
@@ -180,7 +191,8 @@ class View:
 
 
 class Call:
-    """One recorded op: enough to run it again. It names storage versions by their ids, so that steps can share a call.
+    """One recorded op: enough to run it again. It names storage versions by their ids, so that steps can share a call. Where
+    the native engine is loaded, it is of its own class (`Tape.call`).
 
     op: the number of the call, in the order in which calls ran.
     func: the overload.
@@ -218,30 +230,29 @@ class Tape(Generic[H]):
     versions: its storage versions by id. A version that is matched to a tensor of a plan is also found by that tensor's id.
     flags: the numeric settings the forward ran under.
     holding: makes the (empty) record of what the owner holds of a new version.
-    weak_references: weak references to the storages of the versions, released with the tape.
-    native: the native engine, which makes versions and views where it is loaded; None where Python does.
+    weak_references: weak references to storages, released with the tape.
+    native: the native engine, whose classes versions, views and calls are where it is loaded; None where Python's are.
+    view: makes a `View` of (id of a version, tensor).
+    call: makes a `Call`.
     """
 
-    __slots__ = ("__weakref__", "flags", "holding", "native", "versions", "weak_references")
+    __slots__ = ("__weakref__", "call", "flags", "holding", "native", "versions", "view", "weak_references")
 
     def __init__(self, holding: Callable[[], H], native: Any = None) -> None:
-        self.versions: dict[int, StorageVersion[H]] = {}
+        self.versions: dict[int, StorageVersion[H]] = {} if native is None else native.Versions()
         self.flags = numeric_flags()
         self.holding = holding
         self.weak_references: list[int] = []
         self.native = native
+        self.view: type[View] = View if native is None else native.View
+        self.call: type[Call] = Call if native is None else native.Call
 
     def version(self, id: int, t: torch.Tensor, origin: Origin = Origin.RECORDED) -> StorageVersion[H]:
         """A new version of the storage of `t`. It is not in `versions` yet."""
         if self.native is None:
             return StorageVersion(id, t, self, origin)
-        made: StorageVersion[H] = self.native.version(id, t, origin, self.weak_references)
+        made: StorageVersion[H] = self.native.version(id, t, origin)
         return made
-
-    def hide(self, call: Call) -> None:
-        """Hide a call from the garbage collector: nothing that it refers to refers back to it."""
-        if self.native is not None:
-            self.native.untrack(call)
 
     def weak(self, storage: torch.UntypedStorage) -> int:
         """Make a weak reference to a storage that lasts as long as the tape, so that its address is not used again before."""

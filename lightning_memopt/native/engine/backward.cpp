@@ -15,10 +15,8 @@
 #include "hooks.h"
 #include "objects.h"
 #include "prepared.h"
-#include "progress.h"
 #include "rerun.h"
 #include "tensors.h"
-#include "version.h"
 
 namespace memopt {
 namespace {
@@ -27,28 +25,25 @@ namespace py = pybind11;
 
 Actions::Tensors tensors_of(py::handle sequence) {
   Actions::Tensors tensors;
-  for (const py::handle tensor : sequence) tensors.push_back(py::reinterpret_borrow<py::object>(tensor));
+  for (const py::handle tensor : sequence) tensors.push_back(tensor.cast<int64_t>());
   return tensors;
 }
 
 // Whether the step has not deviated from the plan. Only then there is nothing to do besides the plan's actions.
 bool is_as_planned(const Backward& backward) {
-  PyObject* const guard = backward.guard.ptr();
-  const Progress& cursor = progress_of(backward.cursor.ptr());
-  return cursor.on_plan && !cursor.out_of_order &&
-      PyList_GET_SIZE(guard_slots.until.get(guard)) == 0 && PyDict_GET_SIZE(guard_slots.stand_ins.get(guard)) == 0 &&
-      PyList_GET_SIZE(backward.due.ptr()) == 0;
+  const Progress& cursor = backward.cursor;
+  return cursor.on_plan && !cursor.out_of_order && backward.until.empty() && backward.stand_ins.empty() && backward.due.empty();
 }
 
 // If this event is the next one, takes it and returns it; else null.
 const Actions::Event* take(const Backward& backward, bool is_unpack, int64_t save, int64_t occurrence) {
-  int64_t& turn = progress_of(backward.cursor.ptr()).turn;
+  int64_t& turn = backward.cursor.turn;
   const auto& events = backward.actions.events;
   if (turn >= static_cast<int64_t>(events.size())) return nullptr;
   const auto& event = events[turn];
   if (event.is_unpack != is_unpack || event.save != save || event.occurrence != occurrence) return nullptr;
-  for (const auto& tensor : event.frees) {  // a failed copy raises an error when a parked tensor is dropped
-    const Version* const version = is_unpack ? nullptr : version_with(backward.versions, tensor);
+  for (const int64_t tensor : event.frees) {  // a failed copy raises an error when a parked tensor is dropped
+    const Version* const version = is_unpack ? nullptr : backward.versions.at(tensor);
     if (version != nullptr && version->is_parked()) return nullptr;
   }
   ++turn;
@@ -59,16 +54,16 @@ const Actions::Event* take(const Backward& backward, bool is_unpack, int64_t sav
 bool may_drop(const Backward& backward, const Version& version) {
   if (version.has_claim(constants.pinned_claim)) return false;
   if (version.is_rebuildable()) return true;
-  PyObject* const last = PyDict_GetItemWithError(backward.actions.last_fetch.ptr(), version.tensor.ptr());
-  return last == nullptr || progress_of(backward.cursor.ptr()).point >= PyLong_AsLongLong(last);
+  const auto last = backward.actions.last_fetch.find(version.tensor);
+  return last == backward.actions.last_fetch.end() || backward.cursor.point >= last->second;
 }
 
 // The plan no longer needs the version: drop it, unless another tensor of the plan lives in it. `method`: the method of
 // `PlannedHoldings` to call if the version is parked.
 void let_go(const Backward& backward, py::handle engine, Version& version, const char* method) {
-  if (has(backward.active.ptr(), version.tensor.ptr())) return;
+  if (backward.active.has(version.tensor)) return;
   if (version.is_parked()) {
-    engine.attr("holdings").attr(method)(py::handle(version.object()));
+    engine.attr("holdings").attr(method)(py::handle(object_of(version)));
   } else if (may_drop(backward, version)) {
     version.drop();
   }
@@ -76,16 +71,16 @@ void let_go(const Backward& backward, py::handle engine, Version& version, const
 
 // `_free` of the engine.
 void free(const Backward& backward, py::handle engine, const Actions::Event& event) {
-  for (const auto& tensor : event.frees) {
-    PySet_Discard(backward.active.ptr(), tensor.ptr());
-    if (Version* const version = version_with(backward.versions, tensor)) let_go(backward, engine, *version, "let_go");
+  for (const int64_t tensor : event.frees) {
+    backward.active.discard(tensor);
+    if (Version* const version = backward.versions.at(tensor)) let_go(backward, engine, *version, "let_go");
   }
 }
 
 // The tensor of a handle if it is in memory and there is no error to raise; else none.
 py::object in_memory(const Backward& backward, const Handle& handle) {
   const Version* version = &handle.version();
-  while (version->is_stale()) version = version_with(backward.versions, version->next);  // `present`
+  while (version->is_stale()) version = backward.versions.at(version->next);  // `present`
   if (handle.now() != handle.counter || handle.is_lazy()) return py::none();
   if (!version->has_ordinary_value() || version->is_parked() || !version->is_intact()) return py::none();
   version->put_in_order();
@@ -100,22 +95,21 @@ bool is_there(const Version& version) {
 
 // Runs an op of the plan's forward again if nothing prevents it (`run_again` of the engine).
 bool runs_again(const Backward& backward, const Actions::Step& step) {
-  PyObject* const versions = backward.versions.ptr();
+  const Versions& versions = backward.versions;
   py::object owner = py::none();
-  for (const auto& tensor : step.made)
-    if (const Version* const version = owner.is_none() ? version_with(versions, tensor) : nullptr) owner = version->call;
-  PyObject* const call = owner.ptr();
-  if (call == Py_None || call_slots.prepared.get(call) == Py_None) return false;
-  PyObject* const reads = call_slots.reads.get(call);
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(reads); ++i) {
-    const Version* const version = version_with(versions, PyTuple_GET_ITEM(reads, i));
+  for (const int64_t tensor : step.made)
+    if (const Version* const version = owner.is_none() ? versions.at(tensor) : nullptr) owner = version->call;
+  const Call* const call = value_in<Call>(owner.ptr());
+  if (call == nullptr || call->prepared.is_none()) return false;
+  for (const int64_t id : numbers_in(call->reads)) {
+    const Version* const version = versions.at(id);
     if (version == nullptr || !is_there(*version)) return false;
   }
   std::vector<const Version*> clones;
-  for (const auto& tensor : step.clones) clones.push_back(version_with(versions, tensor));
+  for (const int64_t tensor : step.clones) clones.push_back(versions.at(tensor));
   const auto survives = [&](const Version& version) { return std::find(clones.begin(), clones.end(), &version) != clones.end(); };
-  if (!rerun(call, versions, survives)) return false;
-  PyList_Append(backward.ran.ptr(), call_slots.op.get(call));
+  if (!rerun(*call, versions, survives)) return false;
+  PyList_Append(backward.ran.ptr(), py::int_(call->op).ptr());
   return true;
 }
 
@@ -179,7 +173,7 @@ void perform_below(const Backward& backward, py::handle engine, int64_t segment)
 
 std::unique_ptr<Actions> actions_of(py::handle events, py::handle segments, py::handle last_fetch) {
   auto made = std::make_unique<Actions>();
-  made->last_fetch = py::reinterpret_borrow<py::object>(last_fetch);
+  made->last_fetch = last_fetch.cast<std::unordered_map<int64_t, int64_t>>();
   for (const py::handle event : events) {
     const auto fields = py::reinterpret_borrow<py::tuple>(event);
     made->events.push_back({fields[0].cast<bool>(), fields[1].cast<int64_t>(), fields[2].cast<int64_t>(), fields[3].cast<int64_t>(), tensors_of(fields[4])});
@@ -190,7 +184,7 @@ std::unique_ptr<Actions> actions_of(py::handle events, py::handle segments, py::
     for (const py::handle step : fields[2]) {
       const auto parts = py::reinterpret_borrow<py::tuple>(step);
       const auto kind = static_cast<Actions::Step::Kind>(parts[0].cast<int>());
-      made->segments.back().steps.push_back({kind, parts[1], tensors_of(parts[2]), tensors_of(parts[3])});
+      made->segments.back().steps.push_back({kind, parts[1].cast<int64_t>(), tensors_of(parts[2]), tensors_of(parts[3])});
     }
   }
   return made;
@@ -216,11 +210,11 @@ py::object unpacked(py::handle engine, py::handle handle) {
 }
 
 py::object request(const Backward& backward, py::handle engine, py::handle handle) {
-  Handle* const asked = handle_in(handle.ptr());
+  Handle* const asked = value_in<Handle>(handle.ptr());
   if (asked == nullptr || !is_as_planned(backward)) return py::none();
   const auto* const event = take(backward, true, asked->save, asked->times);
   if (event == nullptr) return py::none();
-  int64_t& point = progress_of(backward.cursor.ptr()).point;
+  int64_t& point = backward.cursor.point;
   if (event->segment >= 0 && backward.actions.segments[event->segment].point > point) {
     point = backward.actions.segments[event->segment].point;
     perform_below(backward, engine, event->segment);
@@ -233,7 +227,7 @@ py::object request(const Backward& backward, py::handle engine, py::handle handl
 }
 
 bool released(const Backward& backward, py::handle engine, py::handle handle) {
-  const Handle* const gone = handle_in(handle.ptr());
+  const Handle* const gone = value_in<Handle>(handle.ptr());
   if (gone == nullptr || !is_as_planned(backward) || gone->version().is_parked()) return false;
   const auto* const event = take(backward, false, gone->save, 0);
   if (event == nullptr) return false;
@@ -261,7 +255,7 @@ void tell(py::handle engine, py::handle handle) {
 }  // namespace
 
 void release(PyObject* handle) {
-  Handle& gone = *handle_in(handle);
+  Handle& gone = value_of<Handle>(handle);
   const py::object engine = std::exchange(gone.engine, py::none());
   if (engine.is_none()) return;
   --gone.version().handles;
@@ -277,16 +271,15 @@ void release(PyObject* handle) {
 }
 
 void perform(const Backward& backward, py::handle engine, size_t segment) {
-  PyObject* const versions = backward.versions.ptr();
   const auto& planned = backward.actions.segments.at(segment);
-  for (const auto& tensor : planned.births)
-    if (version_with(versions, tensor) != nullptr) PySet_Add(backward.active.ptr(), tensor.ptr());
+  for (const int64_t tensor : planned.births)
+    if (backward.versions.at(tensor) != nullptr) backward.active.add(tensor);
   for (const auto& step : planned.steps) {
     if (step.kind == Actions::Step::kFetch) {
       engine.attr("fetch")(step.subject);
     } else if (step.kind == Actions::Step::kRebuild) {
       if (!runs_again(backward, step)) engine.attr("run_again")(step.subject, step.clones, true);
-    } else if (Version* const version = version_with(versions, step.subject)) {
+    } else if (Version* const version = backward.versions.at(step.subject)) {
       let_go(backward, engine, *version, "free");
     }
   }

@@ -4,17 +4,22 @@
 
 #include <memory>
 #include <thread>
+#include <unordered_map>
 #include <vector>
+
+#include "numbers.h"
+#include "progress.h"
+#include "versions.h"
 
 namespace memopt {
 
-// The plan's actions, by the events of backward. Tensors are tensors of the plan: keys of the tape's versions.
+// The plan's actions, by the events of backward. Tensors are tensors of the plan: ids of the tape's versions.
 struct Actions {
-  using Tensors = std::vector<pybind11::object>;
+  using Tensors = std::vector<int64_t>;
   struct Step {
     enum Kind { kFetch, kFree, kRebuild } kind;
-    pybind11::object subject;  // the tensor, or the op
-    Tensors made, clones;      // the op's results, and the inputs that it overwrites and that are still needed
+    int64_t subject;        // the tensor, or the op
+    Tensors made, clones;  // the op's results, and the inputs that it overwrites and that are still needed
   };
   struct Segment {
     int64_t point;
@@ -29,7 +34,7 @@ struct Actions {
   };
   std::vector<Event> events;  // in the observed order
   std::vector<Segment> segments;
-  pybind11::object last_fetch;  // parked tensor -> the point of its last fetch
+  std::unordered_map<int64_t, int64_t> last_fetch;  // parked tensor -> the point of its last fetch
 };
 
 // `events`: (is unpack, save, occurrence, segment, frees) of each. `segments`: (point, births, steps) of each; a step is (kind,
@@ -47,10 +52,14 @@ struct Compared {
 
 // The backward of one forward. It has no reference to the engine.
 struct Backward {
-  pybind11::object owner;  // of `actions`
+  pybind11::object owners;  // of what is referred to
   const Actions& actions;
-  pybind11::dict versions;
-  pybind11::object active, cursor, guard, due, ran;
+  Versions& versions;
+  Numbers& active;
+  Progress& cursor;
+  pybind11::dict stand_ins;  // of the guard (`Guard`), as is the next one
+  pybind11::list until;
+  pybind11::list due, ran;
   mutable Compared compared;
 };
 

@@ -1,39 +1,31 @@
 #include "handle.h"
 
-#include <structmember.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <cstddef>
-#include <new>
 #include <utility>
 
 #include "backward.h"
-#include "making.h"
 #include "tensors.h"
+#include "view.h"
 
 namespace memopt {
 namespace {
 
 namespace py = pybind11;
 
-PyTypeObject* handle_type = nullptr;
-
-Handle& handle_of(PyObject* self) { return reinterpret_cast<HandleObject*>(self)->handle; }
-
 void destroy_handle(PyObject* self) {
-  if (PyObject_CallFinalizerFromDealloc(self) < 0) return;  // it lives on
-  handle_of(self).~Handle();
-  handle_type->tp_free(self);
-  Py_DECREF(handle_type);
+  if (PyObject_CallFinalizerFromDealloc(self) == 0) destroy<Handle>(self);  // else it lives on
 }
 
-PyObject* get_now(PyObject* self, void*) { return PyLong_FromLongLong(handle_of(self).now()); }
+PyObject* get_now(PyObject* self, void*) { return PyLong_FromLongLong(value_of<Handle>(self).now()); }
 
 PyObject* get_view(PyObject* self, void*) {
   HANDLE_TH_ERRORS
-  const Handle& handle = handle_of(self);
-  return view_of(handle.window, handle.version().id.ptr(), handle.is_conj(), handle.is_neg());
+  const Handle& handle = value_of<Handle>(self);
+  Window window = handle.window;
+  window.version = handle.version().id;
+  return make<View>(std::move(window), handle.is_conj(), handle.is_neg()).release().ptr();
   END_HANDLE_TH_ERRORS
 }
 
@@ -41,7 +33,7 @@ PyObject* get_view(PyObject* self, void*) {
 PyObject* counted(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   using c10::StorageImpl;
-  const Handle& handle = handle_of(self);
+  const Handle& handle = value_of<Handle>(self);
   auto storage = c10::make_intrusive<StorageImpl>(
       StorageImpl::use_byte_size_t(), 0, c10::DataPtr(nullptr, handle.device), /*allocator=*/nullptr, /*resizable=*/false);
   auto made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)), handle.keys, handle.window.dtype);
@@ -55,45 +47,35 @@ PyObject* counted(PyObject* self, PyObject*) {
 
 bool add_handle(PyObject* module) {
   static PyMemberDef fields[] = {
-      {"engine", T_OBJECT, offsetof(HandleObject, handle.engine), READONLY, nullptr},
-      {"version", T_OBJECT, offsetof(HandleObject, handle.of), READONLY, nullptr},
-      {"save", T_LONGLONG, offsetof(HandleObject, handle.save), READONLY, nullptr},
-      {"counter", T_LONGLONG, offsetof(HandleObject, handle.counter), READONLY, nullptr},
-      {"times", T_LONGLONG, offsetof(HandleObject, handle.times), 0, nullptr},
-      {nullptr, 0, 0, 0, nullptr},
+      MEMOPT_FIELD(Handle, T_OBJECT, engine, READONLY),
+      {"version", T_OBJECT, offsetof(Object<Handle>, value.of), READONLY, nullptr},
+      MEMOPT_FIELD(Handle, T_LONGLONG, save, READONLY),
+      MEMOPT_FIELD(Handle, T_LONGLONG, counter, READONLY),
+      MEMOPT_FIELD(Handle, T_LONGLONG, times, 0),
+      kLastField,
   };
   static PyGetSetDef computed[] = {
       {"now", get_now, nullptr, nullptr, nullptr},
       {"view", get_view, nullptr, nullptr, nullptr},
-      {nullptr, nullptr, nullptr, nullptr, nullptr},
+      kLastComputed,
   };
-  static PyMethodDef methods[] = {{"counted", counted, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
-  static PyType_Slot slots[] = {
-      {Py_tp_dealloc, reinterpret_cast<void*>(destroy_handle)},
-      {Py_tp_finalize, reinterpret_cast<void*>(release)},
-      {Py_tp_members, fields},
-      {Py_tp_getset, computed},
-      {Py_tp_methods, methods},
-      {0, nullptr},
-  };
-  static PyType_Spec spec{
-      "lightning_memopt.native.engine.Handle", sizeof(HandleObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
-  PyObject* const type = PyType_FromSpec(&spec);
-  if (type == nullptr || PyModule_AddObject(module, "Handle", type) != 0) return false;
-  handle_type = reinterpret_cast<PyTypeObject*>(type);
-  return true;
+  static PyMethodDef methods[] = {{"counted", counted, METH_NOARGS, nullptr}, kLastMethod};
+  return add_type<Handle>(
+      module, "Handle",
+      {{Py_tp_dealloc, reinterpret_cast<void*>(destroy_handle)},
+       {Py_tp_finalize, reinterpret_cast<void*>(release)},
+       {Py_tp_members, fields},
+       {Py_tp_getset, computed},
+       {Py_tp_methods, methods}});
 }
 
-Handle* handle_in(PyObject* object) { return Py_TYPE(object) == handle_type ? &handle_of(object) : nullptr; }
-
 py::object new_handle(const at::Tensor& t, py::handle engine, int64_t save, Version& version) {
-  HandleObject* const made = PyObject_New(HandleObject, handle_type);
-  if (made == nullptr) throw py::error_already_set();
-  new (&made->handle) Handle{
-      py::reinterpret_borrow<py::object>(engine), py::reinterpret_borrow<py::object>(version.object()), save, t._version(),
-      /*times=*/0, t.unsafeGetTensorImpl()->version_counter(), t.key_set(), t.device(), window_on(t)};
+  const auto ref = [](py::handle object) { return py::reinterpret_borrow<py::object>(object); };
+  py::object made = make<Handle>(
+      ref(engine), ref(object_of(version)), save, int64_t{t._version()}, /*times=*/int64_t{0}, t.unsafeGetTensorImpl()->version_counter(),
+      t.key_set(), t.device(), window_on(t));
   ++version.handles;
-  return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(made));
+  return made;
 }
 
 }  // namespace memopt

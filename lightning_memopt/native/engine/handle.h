@@ -2,9 +2,6 @@
 // mean. Instead of a tensor without memory, which takes ten times as long to make, it has the saved tensor's version counter itself.
 #pragma once
 #include <ATen/core/Tensor.h>
-#include <pybind11/pybind11.h>
-
-#include <cstdint>
 
 #include "prepared.h"
 #include "version.h"
@@ -19,7 +16,7 @@ struct Handle {
   c10::Device device;
   Window window;  // names no version
 
-  Version& version() const { return *version_in(of.ptr()); }
+  Version& version() const { return value_of<Version>(of.ptr()); }
   // The present version counter of the saved tensor.
   int64_t now() const { return shared.current_version(); }
   bool is_lazy() const { return is_conj() || is_neg(); }
@@ -27,16 +24,8 @@ struct Handle {
   bool is_neg() const { return keys.has(c10::DispatchKey::Negative); }
 };
 
-struct HandleObject {
-  PyObject_HEAD
-  Handle handle;
-};
-
 // Adds the class `Handle` to the module. Returns false with an exception if it cannot be made.
 bool add_handle(PyObject* module);
-
-// The handle; null if the object is of another class.
-Handle* handle_in(PyObject* object);
 
 // A handle of the engine on a version.
 pybind11::object new_handle(const at::Tensor& t, pybind11::handle engine, int64_t save, Version& version);

@@ -12,8 +12,9 @@
 
 #include "backward.h"
 #include "handle.h"
-#include "objects.h"
+#include "kept.h"
 #include "packing.h"
+#include "tensors.h"
 
 // From ATen/functorch/DynamicLayer.h, which includes headers that torch does not ship.
 namespace at::functorch {
@@ -158,13 +159,9 @@ PyObject* wake(PyObject*, PyObject*) {
 PyObject* unpack(PyObject*, PyObject* packed) {
   HANDLE_TH_ERRORS
   const py::handle object(packed);
-  if (Py_TYPE(packed) == reinterpret_cast<PyTypeObject*>(kept_slots.type)) {
-    PyObject* const value = kept_slots.t.get(packed);
-    const int64_t counter = PyLong_AsLongLong(kept_slots.counter.get(packed));
-    const bool unchanged = counter == constants.unknown || THPVariable_Unpack(value)._version() == counter;
-    return unchanged ? Py_NewRef(value) : object.attr("get")().release().ptr();
-  }
-  const Handle* const handle = handle_in(packed);
+  const Kept* const kept = value_in<Kept>(packed);
+  if (kept != nullptr && kept->is_unchanged()) return wrapped(kept->t).release().ptr();
+  const Handle* const handle = value_in<Handle>(packed);
   if (handle == nullptr) return object.attr("get")().release().ptr();
   const py::object engine = handle->engine;
   py::object value = unpacked(engine, object);

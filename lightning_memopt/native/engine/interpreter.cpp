@@ -10,7 +10,6 @@
 
 #include "hooks.h"
 #include "matching.h"
-#include "objects.h"
 #include "tensors.h"
 
 namespace memopt {
@@ -28,7 +27,7 @@ PyObject* innermost() {
   const int64_t n = TorchDispatchModeTLS::stack_len();
   if (n == 0) return nullptr;
   PyObject* const mode = TorchDispatchModeTLS::get_stack_at(n - 1)->ptr(getPyInterpreter());
-  return Py_TYPE(mode) == reinterpret_cast<PyTypeObject*>(matcher_slots.type) ? mode : nullptr;
+  return PyType_IsSubtype(Py_TYPE(mode), type_of<Matching>) != 0 ? mode : nullptr;
 }
 
 class Table final : public PyInterpreterVTable {

@@ -63,8 +63,6 @@ py::object call_method(PyObject* matcher, const char* name, const Args&... args)
   return py::handle(matcher).attr(name)(args...);
 }
 
-bool is_true(const Slot& slot, PyObject* object) { return slot.get(object) == Py_True; }
-
 // Compares the arguments of a call with its template, and adopts storages that come from outside.
 class Comparison {
  public:
@@ -79,7 +77,7 @@ class Comparison {
     if (!expected_.compared) {
       startable = false;
       for (const auto& [i, tensor] : expected_.mutates)
-        if (i >= args_.size() || !args_[i].isTensor() || at_address(forward_, args_[i].toTensor()) == nullptr) return false;
+        if (i >= args_.size() || !args_[i].isTensor() || forward_.of_storage.at(args_[i].toTensor()) == nullptr) return false;
       return true;
     }
     const Prepared& given = *expected_.given;
@@ -101,7 +99,7 @@ class Comparison {
   bool is_on_tape(const IValue& value) const {
     if (value.isTensor()) {
       const at::Tensor& t = value.toTensor();
-      return t.defined() && (!is_plain(t) || at_address(forward_, t) != nullptr);
+      return t.defined() && (!is_plain(t) || forward_.of_storage.at(t) != nullptr);
     }
     if (!value.isList()) return false;
     for (const IValue& each : value.toListRef())
@@ -124,9 +122,9 @@ class Comparison {
   }
 
   // `Matcher.adopts`, for a tensor like that of an earlier step; none if Python must adopt it.
-  py::object adopted(const at::Tensor& t, PyObject* tensor) {
-    PyObject* const known = PyDict_GetItemWithError(forward_.familiar.ptr(), tensor);
-    if (known == nullptr || has(forward_.versions.ptr(), tensor)) return py::none();
+  py::object adopted(const at::Tensor& t, int64_t tensor) {
+    PyObject* const known = PyDict_GetItemWithError(forward_.familiar.ptr(), py::int_(tensor).ptr());
+    if (known == nullptr || forward_.versions.at(tensor) != nullptr) return py::none();
     const bool same_bytes = PyLong_AsSize_t(PyTuple_GET_ITEM(known, 0)) == t.storage().nbytes();
     if (!same_bytes || reinterpret_cast<THPDevice*>(PyTuple_GET_ITEM(known, 1))->device != t.device()) return py::none();
     const py::object objects[] = {wrapped(t), wrapped(t.is_view() ? at::Tensor(t._base()) : t)};
@@ -140,29 +138,28 @@ class Comparison {
     const py::handle matcher(matcher_);
     const py::int_ id = matcher.attr("next_id");
     matcher.attr("next_id") = py::int_(id.cast<int64_t>() + 1);
-    const NewVersion as{id, tensor, 0, py::none(), constants.external, constants.outside, true};
-    const py::object version = new_version(t, as, forward_.weak);
-    version_in(version.ptr())->parameter = is_parameter;
+    const NewVersion as{id.cast<int64_t>(), tensor, 0, py::none(), constants.external, constants.outside, true};
+    const py::object version = new_version(t, as);
+    value_of<Version>(version.ptr()).parameter = is_parameter;
     add(forward_, t, version);
-    PyDict_SetItem(forward_.versions.ptr(), tensor, version.ptr());
+    forward_.versions.put(tensor, version);
     return version;
   }
 
   bool input(const Window& window, const at::Tensor& t) {
     if (!is_ordinary(t) || t.is_conj() || t.is_neg() || !window.is_all_of(t)) return false;
-    Version* known = at_address(forward_, t);
+    Version* known = forward_.of_storage.at(t);
     py::object owner;
     if (known == nullptr) {
       if (!is_plain(t)) return false;
       owner = adopted(t, window.version);
-      if (owner.is_none()) owner = call_method(matcher_, "adopts", wrapped(t), py::handle(window.version));
-      known = version_in(owner.ptr());
+      if (owner.is_none()) owner = call_method(matcher_, "adopts", wrapped(t), py::int_(window.version));
+      known = &expect<Version>(owner.ptr());
     } else if (!known->is_current(t)) {
       return false;
     }
     Version& version = *known;
-    const bool same = !version.tensor.is_none() && PyObject_RichCompareBool(version.tensor.ptr(), window.version, Py_EQ) == 1;
-    if (!same && version_with(forward_.versions, window.version) != &version) return false;
+    if (version.tensor != window.version && forward_.versions.at(window.version) != &version) return false;
     if (expected_.call.is_none()) return true;
     if (version.exposed) return false;
     version.read = true;
@@ -177,24 +174,31 @@ class Comparison {
   c10::ArrayRef<IValue> args_;
 };
 
+// An op that matches its template.
+struct Match {
+  PyObject* matcher;
+  const Forward& forward;
+  const Templates::Sets& sets;
+  const Template& expected;
+};
+
 // Holds a result if the plan holds it from its birth (`PlannedHoldings.hold`).
-void hold_as_planned(PyObject* matcher, const Forward& forward, const Template& expected, const at::Tensor& t, const py::object& made) {
-  Version& version = *version_in(made.ptr());
-  if (!has(forward.holds.ptr(), version.tensor.ptr())) return;
-  if (expected.empty || has(forward.unsaved.ptr(), version.tensor.ptr())) {
-    call_method(matcher, "holds", wrapped(t), made);
+void hold_as_planned(const Match& match, const at::Tensor& t, const py::object& made) {
+  Version& version = value_of<Version>(made.ptr());
+  if (!match.sets.held.has(version.tensor)) return;
+  if (match.expected.empty || match.sets.unsaved.has(version.tensor)) {
+    call_method(match.matcher, "holds", wrapped(t), made);
     return;
   }
   version.hold(t);
   if (version.has_claim(constants.pinned_claim)) version.set_claim(constants.possible_claim);  // the plan knows all its readers
   if (version.call.is_none()) version.reachable = true;
-  PySet_Add(forward.active.ptr(), version.tensor.ptr());
+  match.forward.active.add(version.tensor);
 }
 
 // Notes the results of an op that matched its template.
-void note(
-    PyObject* matcher, const Forward& forward, const Template& expected, const py::object& call,
-    const std::vector<at::Tensor>& results, bool startable) {
+void note(const Match& match, const py::object& call, const std::vector<at::Tensor>& results, bool startable) {
+  const auto& [matcher, forward, sets, expected] = match;
   const bool reachable = startable && !call.is_none() && !expected.empty;
   for (const auto& as : expected.made) {
     if (as.index >= results.size() || (!expected.compared && !is_plain(results[as.index]))) {
@@ -202,30 +206,28 @@ void note(
       continue;
     }
     const at::Tensor& t = results[as.index];
-    const bool sized = static_cast<int64_t>(t.storage().nbytes()) == as.nbytes || has(forward.sized_by_data.ptr(), as.tensor.ptr());
-    if (!sized || at_address(forward, t) != nullptr) {
-      call_method(matcher, "unforeseen", wrapped(t), as.tensor);
+    const bool sized = static_cast<int64_t>(t.storage().nbytes()) == as.nbytes || sets.sized_by_data.has(as.tensor);
+    if (!sized || forward.of_storage.at(t) != nullptr) {
+      call_method(matcher, "unforeseen", wrapped(t), py::int_(as.tensor));
       continue;
     }
     PyObject* const origin = expected.empty ? constants.empty : constants.recorded;
     const NewVersion made{as.tensor, as.tensor, as.index, as.again ? call : py::none(), origin, expected.why, reachable && as.again};
-    const py::object version = new_version(t, made, forward.weak);
+    const py::object version = new_version(t, made);
     add(forward, t, version);
-    hold_as_planned(matcher, forward, expected, t, version);
+    hold_as_planned(match, t, version);
   }
   for (const at::Tensor& t : expected.unshared ? results : std::vector<at::Tensor>())
-    if (Version* const version = at_address(forward, t)) version->counter = constants.unshared;
+    if (Version* const version = forward.of_storage.at(t)) version->counter = constants.unshared;
 }
 
 // Notes that the op has written to `t`.
-void note_written(
-    PyObject* matcher, const Forward& forward, const Template& expected, const at::Tensor& t, const py::object& tensor,
-    const py::object& call, bool startable) {
-  const py::object version = overwritten(forward, t, call, startable, tensor);
+void note_written(const Match& match, const at::Tensor& t, int64_t tensor, const py::object& call, bool startable) {
+  const py::object version = overwritten(match.forward, t, call, startable, tensor);
   if (version) {
-    hold_as_planned(matcher, forward, expected, t, version);
+    hold_as_planned(match, t, version);
   } else {
-    call_method(matcher, "overwritten", wrapped(t), call, py::bool_(startable), tensor);
+    call_method(match.matcher, "overwritten", wrapped(t), call, py::bool_(startable), py::int_(tensor));
   }
 }
 
@@ -308,8 +310,8 @@ void advance(const Forward& forward, Progress& cursor) {
 
 // What is to be done with an op. Without the interpreter's lock: it reads what only this thread writes.
 Answer answer_to(PyObject* matcher, const Forward& forward, const Templates& templates, const c10::OperatorHandle& op, c10::ArrayRef<IValue> args) {
-  Progress& cursor = progress_of(forward.cursor.ptr());
-  if (!is_true(matcher_slots.capturing, matcher)) return have_any(args, kSubclass | kLazyBits) ? Answer::kPython : Answer::kPassesBy;
+  Progress& cursor = forward.cursor;
+  if (!value_of<Matching>(matcher).capturing) return have_any(args, kSubclass | kLazyBits) ? Answer::kPython : Answer::kPassesBy;
   if (cursor.lost || !cursor.on_plan || cursor.fence < cursor.position) return Answer::kPython;
   if (cursor.position >= static_cast<int64_t>(templates.size()) || have_any(args, kSubclass)) return Answer::kPython;
   const c10::OperatorHandle* const passing = templates.passing(cursor.position);
@@ -322,7 +324,7 @@ Answer answer_to(PyObject* matcher, const Forward& forward, const Templates& tem
 // Runs the op if it matches its template, and notes what it made. Returns whether it did. With the interpreter's lock.
 bool runs_as_before(
     PyObject* matcher, const Forward& forward, const Templates& templates, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  Progress& cursor = progress_of(forward.cursor.ptr());
+  Progress& cursor = forward.cursor;
   const auto owner = templates.at(cursor.position);  // another thread may learn another one while the op runs
   if (!owner) return false;
   const auto& expected = *static_cast<Template*>(PyCapsule_GetPointer(owner.ptr(), nullptr));
@@ -337,9 +339,10 @@ bool runs_as_before(
     if (!overwrites(forward, targets.back())) call_method(matcher, "overwrites", wrapped(targets.back()));
   }
   run(expected, op, stack, args);
-  note(matcher, forward, expected, call, tensors_in(torch::jit::last(*stack, op.schema().returns().size())), comparison.startable);
+  const Match match{matcher, forward, templates.sets, expected};
+  note(match, call, tensors_in(torch::jit::last(*stack, op.schema().returns().size())), comparison.startable);
   for (size_t i = 0; i < targets.size(); ++i)
-    note_written(matcher, forward, expected, targets[i], expected.mutates[i].tensor, call, comparison.startable);
+    note_written(match, targets[i], expected.mutates[i].tensor, call, comparison.startable);
   advance(forward, cursor);
   return true;
 }
@@ -377,6 +380,13 @@ const c10::OperatorHandle* op_of(PyObject* overload) {
 
 }  // namespace
 
+bool add_matching(PyObject* module) {
+  static PyMemberDef fields[] = {
+      MEMOPT_FIELD(Matching, T_OBJECT, native, 0), MEMOPT_FIELD(Matching, T_OBJECT, templates, 0),
+      MEMOPT_FIELD(Matching, T_BOOL, capturing, 0), kLastField};
+  return add_type<Matching>(module, "Matching", {{Py_tp_members, fields}}, Py_TPFLAGS_BASETYPE);
+}
+
 void set_in_python(const std::vector<std::pair<std::string, std::string>>& names) {
   in_python.clear();
   for (const auto& [name, overload] : names)
@@ -384,9 +394,8 @@ void set_in_python(const std::vector<std::pair<std::string, std::string>>& names
 }
 
 void add(const Forward& forward, const at::Tensor& t, const py::object& version) {
-  const auto address = reinterpret_cast<uintptr_t>(t.storage().unsafeGetStorageImpl());
-  reinterpret_cast<Storages*>(forward.of_storage.ptr())->put(address, version.ptr());
-  PyDict_SetItem(forward.versions.ptr(), version_in(version.ptr())->id.ptr(), version.ptr());
+  forward.of_storage.put(Versions::address_of(t), version);
+  forward.versions.put(value_of<Version>(version.ptr()).id, version);
 }
 
 std::unique_ptr<Template> template_of(const py::dict& fields) {
@@ -401,11 +410,11 @@ std::unique_ptr<Template> template_of(const py::dict& fields) {
   made->call = fields["call"];
   made->why = fields["why"];
   for (const py::handle result : fields["made"]) {
-    const auto [index, tensor, nbytes, again] = result.cast<std::tuple<size_t, py::object, int64_t, bool>>();
+    const auto [index, tensor, nbytes, again] = result.cast<std::tuple<size_t, int64_t, int64_t, bool>>();
     made->made.push_back({index, tensor, nbytes, again});
   }
   for (const py::handle written : fields["mutates"]) {
-    const auto [argument, tensor] = written.cast<std::tuple<size_t, py::object>>();
+    const auto [argument, tensor] = written.cast<std::tuple<size_t, int64_t>>();
     made->mutates.push_back({argument, tensor});
   }
   made->writes = fields["writes"].cast<std::vector<size_t>>();
@@ -425,8 +434,8 @@ void Templates::learn(size_t position, PyObject* entry) {
 
 bool runs(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   wake_hooks();
-  const auto* const forward = in_capsule<Forward>(matcher_slots.native.get(matcher));
-  const auto* const templates = in_capsule<Templates>(matcher_slots.templates.get(matcher));
+  const auto* const forward = in_capsule<Forward>(value_of<Matching>(matcher).native.ptr());
+  const auto* const templates = in_capsule<Templates>(value_of<Matching>(matcher).templates.ptr());
   if (forward == nullptr || templates == nullptr) return false;
   const Answer answer = answer_to(matcher, *forward, *templates, op, torch::jit::last(*stack, op.schema().arguments().size()));
   if (answer == Answer::kPassesBy) run_unseen(op, stack, is_native(op));

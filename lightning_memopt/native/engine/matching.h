@@ -10,23 +10,24 @@
 #include <utility>
 #include <vector>
 
+#include "numbers.h"
 #include "prepared.h"
-#include "storages.h"
-#include "version.h"
+#include "progress.h"
+#include "versions.h"
 
 namespace memopt {
 
 // An op of the plan's forward as it was when it was first matched.
 struct Template {
   struct Made {
-    size_t index;            // among the tensors returned
-    pybind11::object tensor;  // of the plan
+    size_t index;    // among the tensors returned
+    int64_t tensor;  // of the plan
     int64_t nbytes;
     bool again;  // whether the call makes it again
   };
   struct Written {
     size_t argument;
-    pybind11::object tensor;  // of the plan: what the op makes of the argument
+    int64_t tensor;  // of the plan: what the op makes of the argument
   };
   std::unique_ptr<Prepared> given;  // the arguments
   bool compared;                    // whether the arguments are compared
@@ -43,10 +44,17 @@ struct Template {
 // recorded in every step.
 std::unique_ptr<Template> template_of(const pybind11::dict& fields);
 
-// The templates of the ops of a plan's forward.
+// The templates of the ops of a plan's forward, and what the plan does with its tensors.
 class Templates {
  public:
-  explicit Templates(size_t ops) : passing_(ops), templates_(ops) {}
+  // The tensors that the plan holds from their birth, those of them that no forward saves, and those of which the data give the size.
+  struct Sets {
+    Numbers held, unsaved, sized_by_data;
+  };
+
+  Templates(size_t ops, Sets sets) : sets(std::move(sets)), passing_(ops), templates_(ops) {}
+
+  const Sets sets;
 
   // `entry`: a capsule of a `Template`, the overload of an op on which nothing depends, or None.
   void learn(size_t position, PyObject* entry);
@@ -63,20 +71,25 @@ class Templates {
 
 // The data of the matcher of one forward. It has no reference to the matcher itself.
 struct Forward {
-  pybind11::object of_storage;  // a `Storages`
-  pybind11::dict versions;
-  pybind11::list weak;    // the tape's weak references to storages
+  pybind11::object owners;  // of what is referred to
+  Versions &of_storage, &versions;
+  Numbers& active;
+  Progress& cursor;
   pybind11::dict beneath;  // versions that changed unseen
   pybind11::list unread;   // versions whose counters are to be read
-  pybind11::object cursor, holds, unsaved, active, sized_by_data;
   pybind11::dict familiar;  // tensor of the plan that comes from outside -> (bytes, device) that fitted it before
   pybind11::bytes saving;  // for each position of the cursor: 0 if the hooks may be off there
 };
 
-// The version that a tensor is on; null if there is none. Borrowed: no Python code may run while it is in use.
-inline Version* at_address(const Forward& forward, const at::Tensor& t) {
-  return version_in(reinterpret_cast<Storages*>(forward.of_storage.ptr())->at(t));
-}
+// What the engine knows of a matcher, whose class derives from this one's (`new_matcher` in runtime/engine/matching.py).
+struct Matching {
+  pybind11::object native, templates;  // capsules of a `Forward` and of `Templates`; null or None where there are none
+  bool capturing;
+};
+
+// Adds the class `Matching` to the module. Returns false with an exception if it cannot be made.
+bool add_matching(PyObject* module);
+
 // From now on the storage of `t` is on this version.
 void add(const Forward& forward, const at::Tensor& t, const pybind11::object& version);
 

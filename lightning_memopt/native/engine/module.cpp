@@ -4,12 +4,15 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "backward.h"
+#include "call.h"
 #include "handle.h"
 #include "hollow.h"
 #include "hooks.h"
 #include "interpreter.h"
+#include "kept.h"
 #include "matching.h"
 #include "nodes.h"
+#include "numbers.h"
 #include "objects.h"
 #include "packing.h"
 #include "prepared.h"
@@ -17,7 +20,8 @@
 #include "recording.h"
 #include "rerun.h"
 #include "storages.h"
-#include "version.h"
+#include "versions.h"
+#include "view.h"
 
 namespace memopt {
 namespace {
@@ -29,7 +33,7 @@ PyObject* capsule(std::unique_ptr<T> owned) {
   return PyCapsule_New(owned.release(), nullptr, forget);
 }
 
-// know(objects, in_order, current_stream): sets the classes whose slots are read, constants, and functions (version.h).
+// know(objects, in_order, current_stream): sets constants and functions (objects.h, version.h).
 PyObject* know_objects(PyObject*, PyObject* args) {
   PyObject* objects;
   if (!PyArg_ParseTuple(args, "O!OO", &PyDict_Type, &objects, &in_order, &current_stream)) return nullptr;
@@ -54,8 +58,8 @@ PyObject* run_call(PyObject*, PyObject* const* args, Py_ssize_t n) {
   HANDLE_TH_ERRORS
   if (n != 3) return PyErr_Format(PyExc_TypeError, "run takes 3 arguments, got %zd", n);
   const pybind11::handle survives = args[2];
-  const auto stays = [&](const Version& version) { return survives(pybind11::handle(version.object())).cast<bool>(); };
-  return PyBool_FromLong(rerun(args[0], args[1], stays));
+  const auto stays = [&](const Version& version) { return survives(pybind11::handle(object_of(version))).cast<bool>(); };
+  return PyBool_FromLong(rerun(expect<Call>(args[0]), expect<Versions>(args[1]), stays));
   END_HANDLE_TH_ERRORS
 }
 
@@ -67,11 +71,20 @@ PyObject* make_template(PyObject*, PyObject*, PyObject* fields) {
   END_HANDLE_TH_ERRORS
 }
 
-// templates(n): room for the templates of `n` ops.
-PyObject* make_templates(PyObject*, PyObject* n) {
+Numbers numbers_of(pybind11::handle sequence) {
+  Numbers numbers;
+  for (const pybind11::handle number : sequence) numbers.add(number.cast<int64_t>());
+  return numbers;
+}
+
+// templates(n, held, unsaved, sized_by_data): room for the templates of `n` ops. The others: see `Templates::Sets`.
+PyObject* make_templates(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
-  const size_t ops = PyLong_AsSize_t(n);
-  return PyErr_Occurred() ? nullptr : capsule(std::make_unique<Templates>(ops));
+  Py_ssize_t ops;
+  PyObject *held, *unsaved, *sized_by_data;
+  if (!PyArg_ParseTuple(args, "nOOO", &ops, &held, &unsaved, &sized_by_data)) return nullptr;
+  const Templates::Sets sets{numbers_of(held), numbers_of(unsaved), numbers_of(sized_by_data)};
+  return capsule(std::make_unique<Templates>(ops, sets));
   END_HANDLE_TH_ERRORS
 }
 
@@ -88,15 +101,27 @@ PyObject* learn(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// forward(of_storage, versions, weak, beneath, unread, cursor, holds, unsaved, active, sized_by_data, familiar, saving): an
-// object for the slot `native` of a matcher.
+// A cursor, whose class derives from `Progress`.
+Progress& progress_of(pybind11::handle cursor) {
+  if (PyType_IsSubtype(Py_TYPE(cursor.ptr()), type_of<Progress>) == 0) throw pybind11::type_error("expected a Progress");
+  return value_of<Progress>(cursor.ptr());
+}
+
+// A tuple of so many arguments, which owns what a new object refers to.
+pybind11::tuple arguments(PyObject* args, size_t n) {
+  auto all = pybind11::reinterpret_borrow<pybind11::tuple>(args);
+  if (all.size() != n) throw pybind11::type_error("takes " + std::to_string(n) + " arguments, got " + std::to_string(all.size()));
+  return all;
+}
+
+// forward(of_storage, versions, beneath, unread, cursor, active, familiar, saving): an object for the field `native` of a matcher.
 PyObject* make_forward(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
-  const auto all = pybind11::reinterpret_borrow<pybind11::tuple>(args);
-  if (all.size() != 12) return PyErr_Format(PyExc_TypeError, "forward takes 12 arguments, got %zd", all.size());
-  if (storages_in(all[0].ptr()) == nullptr) return nullptr;
-  return capsule(std::unique_ptr<Forward>(
-      new Forward{all[0], all[1], all[2], all[3], all[4], all[5], all[6], all[7], all[8], all[9], all[10], all[11]}));
+  const auto all = arguments(args, 8);
+  auto &of_storage = expect<Versions>(all[0].ptr()), &versions = expect<Versions>(all[1].ptr());
+  auto& active = expect<Numbers>(all[5].ptr());
+  return capsule(
+      std::unique_ptr<Forward>(new Forward{all, of_storage, versions, active, progress_of(all[4]), all[2], all[3], all[6], all[7]}));
   END_HANDLE_TH_ERRORS
 }
 
@@ -112,11 +137,12 @@ PyObject* make_saves(PyObject*, PyObject* args) {
 // packing(of_storage, saves, cursor, names, labels, stand_ins, packed): for `pack`.
 PyObject* make_packing(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
-  const auto all = pybind11::reinterpret_borrow<pybind11::tuple>(args);
-  if (all.size() != 7) return PyErr_Format(PyExc_TypeError, "packing takes 7 arguments, got %zd", all.size());
-  const auto* saves = static_cast<Saves*>(PyCapsule_GetPointer(PyTuple_GET_ITEM(args, 1), nullptr));
-  if (saves == nullptr || storages_in(all[0].ptr()) == nullptr) return nullptr;
-  return capsule(std::unique_ptr<Packing>(new Packing{all[0], all[1], *saves, all[2], all[3], all[4], all[5], all[6]}));
+  const auto all = arguments(args, 7);
+  const auto* saves = static_cast<Saves*>(PyCapsule_GetPointer(all[1].ptr(), nullptr));
+  if (saves == nullptr) return nullptr;
+  auto &labels = expect<Numbers>(all[4].ptr()), &packed = expect<Numbers>(all[6].ptr());
+  return capsule(std::unique_ptr<Packing>(
+      new Packing{all, expect<Versions>(all[0].ptr()), *saves, labels, packed, progress_of(all[2]), all[3], all[5]}));
   END_HANDLE_TH_ERRORS
 }
 
@@ -129,15 +155,16 @@ PyObject* make_actions(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// backward(actions, versions, active, cursor, guard, due, ran): the backward of one forward.
+// backward(actions, versions, active, cursor, stand_ins, until, due, ran): the backward of one forward.
 PyObject* make_backward(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
-  const auto all = pybind11::reinterpret_borrow<pybind11::tuple>(args);
-  if (all.size() != 7) return PyErr_Format(PyExc_TypeError, "backward takes 7 arguments, got %zd", all.size());
-  const auto* actions = static_cast<Actions*>(PyCapsule_GetPointer(PyTuple_GET_ITEM(args, 0), nullptr));
+  const auto all = arguments(args, 8);
+  const auto* actions = static_cast<Actions*>(PyCapsule_GetPointer(all[0].ptr(), nullptr));
   if (actions == nullptr) return nullptr;
+  auto& versions = expect<Versions>(all[1].ptr());
+  auto& active = expect<Numbers>(all[2].ptr());
   return capsule(std::unique_ptr<Backward>(
-      new Backward{all[0], *actions, all[1], all[2], all[3], all[4], all[5], all[6], {}}));
+      new Backward{all, *actions, versions, active, progress_of(all[3]), all[4], all[5], all[6], all[7], {}}));
   END_HANDLE_TH_ERRORS
 }
 
@@ -207,7 +234,7 @@ PyMethodDef methods[] = {
     {"prepare", prepare_call, METH_VARARGS, nullptr},
     {"run", fast(run_call), METH_FASTCALL, nullptr},
     {"template", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(make_template)), METH_VARARGS | METH_KEYWORDS, nullptr},
-    {"templates", make_templates, METH_O, nullptr},
+    {"templates", make_templates, METH_VARARGS, nullptr},
     {"learn", learn, METH_VARARGS, nullptr},
     {"forward", make_forward, METH_VARARGS, nullptr},
     {"saves", make_saves, METH_VARARGS, nullptr},
@@ -255,8 +282,9 @@ PyModuleDef module{PyModuleDef_HEAD_INIT, "engine", nullptr, -1, methods, nullpt
 
 PyMODINIT_FUNC PyInit_engine() {
   PyObject* const made = PyModule_Create(&memopt::module);
-  if (made != nullptr && memopt::add_hooks(made) && memopt::add_version(made) && memopt::add_handle(made) &&
-      memopt::add_progress(made) && memopt::add_storages(made))
+  using namespace memopt;
+  if (made != nullptr && add_hooks(made) && add_version(made) && add_versions(made) && add_numbers(made) && add_view(made) && add_call(made) &&
+      add_kept(made) && add_handle(made) && add_progress(made) && add_matching(made))
     return made;
   Py_XDECREF(made);
   return nullptr;

@@ -10,9 +10,9 @@
 namespace memopt {
 namespace {
 
-constexpr int64_t kNone = INT64_MIN;  // not -1, which is the number of a node that adds to a leaf
+constexpr int64_t kNoNode = INT64_MIN;  // not -1, which is the number of a node that adds to a leaf
 thread_local std::vector<int64_t> running;  // sequence numbers of the nodes that run, the outermost first
-thread_local int64_t ended = kNone;         // number of the node that ended last
+thread_local int64_t ended = kNoNode;         // number of the node that ended last
 
 std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& node) {
   running.push_back(node.seqNr());
@@ -30,7 +30,7 @@ void ends(const at::RecordFunction&, at::ObserverContext*) {
 PyObject* watch_nodes(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
   running.clear();
-  ended = kNone;
+  ended = kNoNode;
   const auto handle =
       at::addThreadLocalCallback(at::RecordFunctionCallback(&begins, &ends).scopes({at::RecordScope::BACKWARD_FUNCTION}));
   return PyLong_FromUnsignedLongLong(handle);

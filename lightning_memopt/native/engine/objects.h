@@ -1,5 +1,4 @@
-// What Python gives the native engine: constants, and classes of which it reads or makes objects (record/tape.py, runtime/engine).
-// Their fields are read and written directly at their slots, which takes a few nanoseconds.
+// What Python gives the native engine: values that it compares with, and functions that it calls.
 #pragma once
 #include <torch/csrc/python_headers.h>
 
@@ -7,45 +6,6 @@
 
 namespace memopt {
 
-// A field of a Python class that has `__slots__`.
-class Slot {
- public:
-  // Returns whether the class has it; if not, with an exception.
-  bool find(PyObject* type, const char* name);
-  // Borrowed; null if it was never set.
-  PyObject* get(PyObject* object) const { return *at(object); }
-  // Takes the reference to `value`.
-  void set(PyObject* object, PyObject* value) const {
-    PyObject* const before = *at(object);
-    *at(object) = value;
-    Py_XDECREF(before);
-  }
-
- private:
-  PyObject** at(PyObject* object) const { return reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset_); }
-  Py_ssize_t offset_ = 0;
-};
-
-struct ViewSlots {
-  PyObject* type;
-  Slot version, size, stride, offset, dtype, conj, neg;
-};
-struct CallSlots {
-  PyObject* type;
-  Slot op, prepared, reads, grad, rng, made, mutates, repeats;
-};
-struct KeptSlots {
-  PyObject* type;
-  Slot about, t, counter;
-};
-struct MatcherSlots {
-  PyObject* type;
-  Slot native, templates, capturing;
-};
-struct GuardSlots {
-  PyObject* type;
-  Slot stand_ins, until;
-};
 // Values that have a meaning in the Python engine.
 struct Constants {
   PyObject *recorded, *empty, *external;  // of `Origin`
@@ -59,18 +19,12 @@ struct Constants {
   int64_t unknown, unshared;              // counters
 };
 
-extern ViewSlots view_slots;
-extern CallSlots call_slots;
-extern KeptSlots kept_slots;
-extern MatcherSlots matcher_slots;
-extern GuardSlots guard_slots;
 extern Constants constants;
 
-// Whether a set or a dictionary has this key.
-bool has(PyObject* container, PyObject* key);
+// Whether a dictionary has this key.
+bool has(PyObject* dictionary, PyObject* key);
 
-// Finds all slots. `objects`: a dictionary with the classes and constants by name. Returns false with an exception if one is
-// missing, or has no such slot.
+// Takes all constants from a dictionary by name. Returns false with an exception if one is missing.
 bool know(PyObject* objects);
 
 }  // namespace memopt

@@ -6,12 +6,8 @@
 
 #include "handle.h"
 #include "hollow.h"
-#include "making.h"
-#include "objects.h"
-#include "progress.h"
-#include "storages.h"
+#include "kept.h"
 #include "tensors.h"
-#include "version.h"
 
 namespace memopt {
 namespace {
@@ -22,21 +18,17 @@ constexpr int64_t kBefore = -1;  // `BEFORE` in graph: the plan does not have th
 
 // `save_of` in planned.py, for a version that does not stand in for another tensor.
 int64_t save_of(const Packing& packing, py::handle engine, const Version& version, int64_t tensor, int64_t position) {
-  py::object first;
   int64_t save = kBefore;
   for (const Saves::Save& each : packing.saves.at(position)) {
-    if (each.tensor != tensor || (save != kBefore && each.save > save)) continue;
-    py::int_ number(each.save);
-    if (has(packing.labels.ptr(), number.ptr())) continue;
-    first = std::move(number);
-    save = each.save;
+    const bool is_earlier = save == kBefore || each.save <= save;
+    if (each.tensor == tensor && is_earlier && !packing.labels.has(each.save)) save = each.save;
   }
   if (save != kBefore) {
-    PySet_Add(packing.labels.ptr(), first.ptr());
+    packing.labels.add(save);
     return save;
   }
   if (!packing.saves.has(Saves::kPacked, tensor)) return kBefore;
-  return engine.attr("save_of")(py::handle(version.object())).cast<int64_t>();
+  return engine.attr("save_of")(py::handle(object_of(version))).cast<int64_t>();
 }
 
 }  // namespace
@@ -66,32 +58,31 @@ const std::vector<Saves::Save>& Saves::at(int64_t position) const {
 py::object pack(const Packing& packing, py::handle engine, const at::Tensor& t) {
   const py::object python = py::none();
   if (t.is_inference() || t.is_nested()) return python;
-  const int64_t position = progress_of(packing.cursor.ptr()).position;
-  const auto keep = [&] {
-    return kept(t, py::reinterpret_steal<py::object>(PyTuple_Pack(2, packing.names.ptr(), py::int_(position).ptr())));
-  };
-  if (!is_ordinary(t) || is_hollow(t)) return keep();
-  const auto owner = py::reinterpret_borrow<py::object>(reinterpret_cast<Storages*>(packing.of_storage.ptr())->at(t));
-  if (!owner) return keep();
-  Version& version = *version_in(owner.ptr());
-  if (PyDict_GET_SIZE(packing.stand_ins.ptr()) > 0 || !version.is_current(t)) return python;
-  if (version.tensor.is_none()) return version.is_external() ? keep() : python;
-  const int64_t tensor = PyLong_AsLongLong(version.tensor.ptr());
+  const int64_t position = packing.cursor.position;
+  const auto keep_it = [&] { return keep(t, py::make_tuple(packing.names, position)); };
+  if (!is_ordinary(t) || is_hollow(t)) return keep_it();
+  Version* const known = packing.of_storage.at(t);
+  if (known == nullptr) return keep_it();
+  Version& version = *known;
+  const auto owner = py::reinterpret_borrow<py::object>(object_of(version));
+  if (!packing.stand_ins.empty() || !version.is_current(t)) return python;
+  const int64_t tensor = version.tensor;
+  if (tensor == kNone) return version.is_external() ? keep_it() : python;
   if (packing.saves.has(Saves::kParked, tensor)) return python;
 
   const int64_t save = save_of(packing, engine, version, tensor, position);
   const bool parked = version.is_parked();
-  if (version.is_external() || version.is_stale() || !packing.saves.has(Saves::kTracked, tensor)) return keep();
-  if (save == kBefore && !parked) return keep();
+  if (version.is_external() || version.is_stale() || !packing.saves.has(Saves::kTracked, tensor)) return keep_it();
+  if (save == kBefore && !parked) return keep_it();
   if (!version.is_held() && !parked) {
     if (packing.saves.has(Saves::kPackedThenOverwritten, tensor)) {
       version.hold(t);  // a later version is held and read instead; this one is read if this step does not overwrite it
     } else if (!version.is_rebuildable() || !packing.saves.has(Saves::kDroppedAtPack, tensor)) {
-      return keep();
+      return keep_it();
     }
   }
   py::object made = new_handle(t, engine, save, version);
-  PySet_Add(packing.packed.ptr(), py::int_(save).ptr());
+  packing.packed.add(save);
   return made;
 }
 

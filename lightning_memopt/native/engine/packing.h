@@ -6,6 +6,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "numbers.h"
+#include "progress.h"
+#include "versions.h"
+
 namespace memopt {
 
 // What a plan does when autograd saves a tensor (`Program`). Tensors are tensors of the plan.
@@ -29,10 +33,13 @@ class Saves {
 
 // The data for packing in one forward. It has no reference to the engine.
 struct Packing {
-  pybind11::object of_storage;  // a `Storages`
-  pybind11::object owner;       // of `saves`
+  pybind11::object owners;  // of what is referred to
+  const Versions& of_storage;
   const Saves& saves;
-  pybind11::object cursor, names, labels, stand_ins, packed;
+  Numbers &labels, &packed;
+  const Progress& cursor;
+  pybind11::object names;
+  pybind11::dict stand_ins;  // of the guard (`Guard`)
 };
 
 // A `Kept` or a `Handle`. None if the tensor must be packed in Python; then nothing has been done. Not for use in functorch's

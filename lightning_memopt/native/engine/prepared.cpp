@@ -8,8 +8,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
+#include <optional>
 
-#include "objects.h"
+#include "view.h"
 
 namespace memopt {
 namespace {
@@ -22,17 +24,6 @@ std::optional<int64_t> integer(PyObject* value) {
   int overflow = 0;
   const int64_t number = PyLong_AsLongLongAndOverflow(value, &overflow);
   return overflow ? std::nullopt : std::optional(number);
-}
-
-bool integers(PyObject* values, c10::DimVector* to) {
-  if (!PyTuple_Check(values)) return false;
-  to->clear();
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(values); ++i) {
-    const auto number = integer(PyTuple_GET_ITEM(values, i));
-    if (!number) return false;
-    to->push_back(*number);
-  }
-  return true;
 }
 
 // A number for an argument of any numeric type. A bool is not accepted for an integral argument.
@@ -119,11 +110,9 @@ class Reader {
   }
 
   bool tensor(size_t at, int64_t element, PyObject* value) {
-    if (Py_TYPE(value) != reinterpret_cast<PyTypeObject*>(view_slots.type)) return false;
-    auto seen = window_of(value);
-    if (!seen) return false;
-    Py_INCREF(seen->version);
-    to_->inputs.push_back({at, element, std::move(*seen)});
+    const View* const view = value_in<View>(value);
+    if (view == nullptr || view->conj || view->neg) return false;
+    to_->inputs.push_back({at, element, view->window});
     return true;
   }
 
@@ -155,25 +144,7 @@ class Reader {
 }  // namespace
 
 Window window_on(const at::Tensor& t) {
-  return {nullptr, c10::DimVector(t.sizes()), c10::DimVector(t.strides()), t.storage_offset(), t.dtype()};
-}
-
-std::optional<Window> window_of(PyObject* view) {
-  Window made;
-  const auto offset = integer(view_slots.offset.get(view));
-  PyObject* const dtype = view_slots.dtype.get(view);
-  const bool plain = view_slots.conj.get(view) == Py_False && view_slots.neg.get(view) == Py_False;
-  if (!plain || !offset || !THPDtype_Check(dtype)) return std::nullopt;
-  if (!integers(view_slots.size.get(view), &made.size) || !integers(view_slots.stride.get(view), &made.stride))
-    return std::nullopt;
-  made.offset = *offset;
-  made.dtype = c10::scalarTypeToTypeMeta(reinterpret_cast<THPDtype*>(dtype)->scalar_type);
-  made.version = view_slots.version.get(view);
-  return made;
-}
-
-Prepared::~Prepared() {
-  for (const Input& input : inputs) Py_DECREF(input.window.version);
+  return {/*version=*/-1, c10::DimVector(t.sizes()), c10::DimVector(t.strides()), t.storage_offset(), t.dtype()};
 }
 
 bool Prepared::is_ignored(size_t argument) const {

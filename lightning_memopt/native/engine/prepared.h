@@ -4,14 +4,13 @@
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/python_headers.h>
 
-#include <optional>
 #include <vector>
 
 namespace memopt {
 
 // A window on the bytes of a storage version (`View`).
 struct Window {
-  PyObject* version;  // its id: a key of the tape's versions
+  int64_t version;  // its id
   c10::DimVector size, stride;
   int64_t offset;
   caffe2::TypeMeta dtype;
@@ -23,9 +22,6 @@ struct Window {
 
 // The window of a tensor. It names no version.
 Window window_on(const at::Tensor& t);
-
-// The window of a Python `View`; none if it is conjugate or negative. It borrows the version's id.
-std::optional<Window> window_of(PyObject* view);
 
 struct Input {
   size_t argument;
@@ -50,7 +46,6 @@ struct Prepared {
   int64_t generator = -1;  // the argument that is a generator; -1: there is none
   std::vector<size_t> ignored;  // arguments that are not compared, because `...` was given
 
-  ~Prepared();
   bool is_ignored(size_t argument) const;
   const Number* number_at(size_t argument) const;
 };

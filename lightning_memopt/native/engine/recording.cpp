@@ -8,27 +8,33 @@
 #include <vector>
 
 #include "handle.h"
-#include "making.h"
 #include "objects.h"
-#include "storages.h"
 #include "tensors.h"
-#include "version.h"
+#include "versions.h"
+#include "view.h"
 
 namespace memopt {
 namespace {
 
 namespace py = pybind11;
 
+// The object, hidden from the garbage collector, which would take longer to visit thousands of objects a step than it takes to make
+// them.
+PyObject* hidden(PyObject* object) {
+  if (PyObject_GC_IsTracked(object)) PyObject_GC_UnTrack(object);
+  return object;
+}
+
 // The arguments of one op.
 struct Arguments {
-  const Storages& of_storage;
+  const Versions& of_storage;
   PyObject* reads;
   bool capturing;
 
   // The version that `t` is on (`Recorder.version_of`); null if Python must find it. Borrowed.
   Version* version_read(const at::Tensor& t) const {
     if (!is_plain(t)) return nullptr;
-    Version* const version = version_in(of_storage.at(t));
+    Version* const version = of_storage.at(t);
     if (version == nullptr) return nullptr;
     if (capturing && version->is_external() && !version->is_held()) version->hold(t);
     return version->is_current(t) || !capturing ? version : nullptr;
@@ -41,8 +47,8 @@ struct Arguments {
       const at::Tensor& t = THPVariable_Unpack(value);
       Version* const version = version_read(t);
       if (version == nullptr) return false;
-      if (PyList_Append(reads, version->object()) < 0) throw py::error_already_set();
-      if (capturing) *to = view_of(window_on(t), version->id.ptr(), t.is_conj(), t.is_neg());
+      if (PyList_Append(reads, object_of(*version)) < 0) throw py::error_already_set();
+      if (capturing) *to = view_of(t, version->id).release().ptr();
       return true;
     }
     if (PyList_CheckExact(value) || PyTuple_CheckExact(value)) {
@@ -67,7 +73,7 @@ const at::Tensor& tensor(PyObject* object) {
 }
 
 // Appends the fresh tensors of a result to `to`, with positions from `*position` on (`tensors_in` in record/tensors.py).
-void add_fresh(PyObject* result, const Storages& of_storage, Py_ssize_t* position, PyObject* to) {
+void add_fresh(PyObject* result, const Versions& of_storage, Py_ssize_t* position, PyObject* to) {
   if (THPVariable_Check(result)) {
     const at::Tensor& t = THPVariable_Unpack(result);
     const Py_ssize_t at = (*position)++;
@@ -79,6 +85,37 @@ void add_fresh(PyObject* result, const Storages& of_storage, Py_ssize_t* positio
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(result); ++i)
       add_fresh(PySequence_Fast_GET_ITEM(result, i), of_storage, position, to);
   }
+}
+
+// A field of a Python class that has `__slots__`. It is written directly, which takes a few nanoseconds.
+class Slot {
+ public:
+  // Returns whether the class has it; if not, with an exception.
+  bool find(PyObject* type, const char* name);
+  // Borrowed; null if it was never set.
+  PyObject* get(PyObject* object) const { return *at(object); }
+  // Takes the reference to `value`.
+  void set(PyObject* object, PyObject* value) const {
+    PyObject* const before = *at(object);
+    *at(object) = value;
+    Py_XDECREF(before);
+  }
+
+ private:
+  PyObject** at(PyObject* object) const { return reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset_); }
+  Py_ssize_t offset_ = 0;
+};
+
+bool Slot::find(PyObject* type, const char* name) {
+  PyObject* const descriptor = PyObject_GetAttrString(type, name);
+  if (descriptor == nullptr) return false;
+  const PyMemberDef* const member =
+      Py_TYPE(descriptor) == &PyMemberDescr_Type ? reinterpret_cast<PyMemberDescrObject*>(descriptor)->d_member : nullptr;
+  const bool is_slot = member != nullptr && member->type == T_OBJECT_EX;
+  if (is_slot) offset_ = member->offset;
+  Py_DECREF(descriptor);  // its class keeps it alive
+  if (!is_slot) PyErr_Format(PyExc_TypeError, "%R has no slot %s", type, name);
+  return is_slot;
 }
 
 // The slots of a dataclass, in the order of its fields.
@@ -99,8 +136,8 @@ const std::vector<Slot>& slots_of(PyObject* type) {
 
 PyObject* fresh(PyObject*, PyObject* const* args, Py_ssize_t n) {
   HANDLE_TH_ERRORS
-  const Storages* const of_storage = n == 2 ? storages_in(args[1]) : nullptr;
-  if (of_storage == nullptr) throw py::type_error("fresh(result, Storages)");
+  const Versions* const of_storage = n == 2 ? value_in<Versions>(args[1]) : nullptr;
+  if (of_storage == nullptr) throw py::type_error("fresh(result, Versions)");
   auto made = py::reinterpret_steal<py::object>(PyList_New(0));
   Py_ssize_t position = 0;
   add_fresh(args[0], *of_storage, &position, made.ptr());
@@ -122,9 +159,9 @@ PyObject* row(PyObject*, PyObject* const* args, Py_ssize_t n) {
 
 PyObject* captured(PyObject*, PyObject* const* args, Py_ssize_t n) {
   HANDLE_TH_ERRORS
-  const Storages* const of_storage = n == 4 ? storages_in(args[1]) : nullptr;
+  const Versions* const of_storage = n == 4 ? value_in<Versions>(args[1]) : nullptr;
   if (of_storage == nullptr || !PyTuple_CheckExact(args[0]) || !PyList_CheckExact(args[3]))
-    throw py::type_error("captured(tuple, Storages, bool, list)");
+    throw py::type_error("captured(tuple, Versions, bool, list)");
   const Arguments arguments{*of_storage, args[3], args[2] == Py_True};
   const Py_ssize_t size = PyTuple_GET_SIZE(args[0]), before = PyList_GET_SIZE(args[3]);
   auto made = py::reinterpret_steal<py::object>(arguments.capturing ? PyTuple_New(size) : Py_NewRef(Py_True));
@@ -142,17 +179,16 @@ PyObject* captured(PyObject*, PyObject* const* args, Py_ssize_t n) {
 
 PyObject* make_version(PyObject*, PyObject* const* args, Py_ssize_t n) {
   HANDLE_TH_ERRORS
-  if (n != 4) throw py::type_error("version(id, t, origin, weak references)");
-  const auto weak = py::reinterpret_borrow<py::list>(args[3]);
-  const NewVersion as{args[0], py::none(), 0, py::none(), args[2], py::str(), false};
-  return new_version(tensor(args[1]), as, weak).release().ptr();
+  if (n != 3) throw py::type_error("version(id, t, origin)");
+  const NewVersion as{PyLong_AsLongLong(args[0]), kNone, 0, py::none(), args[2], py::str(), false};
+  return new_version(tensor(args[1]), as).release().ptr();
   END_HANDLE_TH_ERRORS
 }
 
 PyObject* make_handle(PyObject*, PyObject* const* args, Py_ssize_t n) {
   HANDLE_TH_ERRORS
   if (n != 4) throw py::type_error("handle(t, engine, save, version)");
-  return new_handle(tensor(args[0]), args[1], PyLong_AsLongLong(args[2]), *version_in(args[3])).release().ptr();
+  return new_handle(tensor(args[0]), args[1], PyLong_AsLongLong(args[2]), expect<Version>(args[3])).release().ptr();
   END_HANDLE_TH_ERRORS
 }
 
@@ -172,10 +208,8 @@ PyObject* lonely(PyObject*, PyObject* const* args, Py_ssize_t n) {
   PyObject *id, *object;
   Py_ssize_t at = 0;
   while (PyDict_Next(args[0], &at, &id, &object)) {
-    const Version& version = *version_in(object);
-    if (!version.is_held()) continue;
-    auto* const storage = reinterpret_cast<c10::StorageImpl*>(version.weak);
-    if (c10::raw::weak_intrusive_ptr::use_count(storage) <= most) PyList_Append(ids, id);
+    const Version& version = expect<Version>(object);
+    if (version.is_held() && version.storage.use_count() <= most) PyList_Append(ids, id);
   }
   return ids;
   END_HANDLE_TH_ERRORS

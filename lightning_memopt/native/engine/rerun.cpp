@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "lock.h"
-#include "objects.h"
 #include "prepared.h"
 #include "tensors.h"
 #include "version.h"
@@ -24,14 +23,14 @@ namespace {
 using c10::IValue;
 
 struct Overwritten {
-  PyObject *old_id, *new_id;  // of versions
+  int64_t old_id, new_id;  // of versions
   Version& old;
   at::Tensor fresh;  // the memory that the call writes to
 };
 
 // The value of a version with this id; null if it has none that is an ordinary tensor.
-const at::Tensor* value_with(PyObject* versions, PyObject* id) {
-  const Version* const version = version_with(versions, id);
+const at::Tensor* value_with(const Versions& versions, int64_t id) {
+  const Version* const version = versions.at(id);
   return version != nullptr && version->has_ordinary_value() ? &version->value : nullptr;
 }
 
@@ -103,23 +102,18 @@ void run_op(const Prepared& prepared, PyObject* rng, std::vector<IValue>* stack)
 
 }  // namespace
 
-bool rerun(PyObject* call, PyObject* versions, const std::function<bool(const Version&)>& survives) {
-  const auto* prepared = static_cast<Prepared*>(PyCapsule_GetPointer(call_slots.prepared.get(call), nullptr));
+bool rerun(const Call& call, const Versions& versions, const std::function<bool(const Version&)>& survives) {
+  const auto* prepared = static_cast<Prepared*>(PyCapsule_GetPointer(call.prepared.ptr(), nullptr));
   if (prepared == nullptr) throw pybind11::error_already_set();
-  PyObject* const rng = call_slots.rng.get(call);
-  PyObject* const reads = call_slots.reads.get(call);
-  PyObject* const mutates = call_slots.mutates.get(call);
-  PyObject* const made = call_slots.made.get(call);
-  if (!PyDict_CheckExact(versions) || (rng == Py_None && prepared->generator >= 0)) return false;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(reads); ++i)
-    if (value_with(versions, PyTuple_GET_ITEM(reads, i)) == nullptr) return false;
+  if (call.rng.is_none() && prepared->generator >= 0) return false;
+  const auto reads = numbers_in(call.reads);
+  for (const int64_t id : reads)
+    if (value_with(versions, id) == nullptr) return false;
 
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(reads); ++i) version_with(versions, PyTuple_GET_ITEM(reads, i))->put_in_order();
+  for (const int64_t id : reads) versions.at(id)->put_in_order();
   std::vector<Overwritten> overwritten;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(mutates); ++i) {
-    PyObject* const pair = PyTuple_GET_ITEM(mutates, i);
-    PyObject *const old_id = PyTuple_GET_ITEM(pair, 0), *const new_id = PyTuple_GET_ITEM(pair, 1);
-    Version& old = *version_with(versions, old_id);
+  for (const auto& [old_id, new_id] : pairs_in(call.mutates)) {
+    Version& old = *versions.at(old_id);
     overwritten.push_back({old_id, new_id, old, survives(old) ? copy_of(old.value) : old.value});
   }
 
@@ -127,7 +121,7 @@ bool rerun(PyObject* call, PyObject* versions, const std::function<bool(const Ve
   for (const Input& input : prepared->inputs) {
     const at::Tensor* base = nullptr;
     for (const Overwritten& each : overwritten)
-      if (PyObject_RichCompareBool(each.old_id, input.window.version, Py_EQ)) base = &each.fresh;
+      if (each.old_id == input.window.version) base = &each.fresh;
     if (base == nullptr) base = value_with(versions, input.window.version);
     if (base == nullptr) return false;
     at::Tensor t = input.window.on(*base);
@@ -141,21 +135,20 @@ bool rerun(PyObject* call, PyObject* versions, const std::function<bool(const Ve
     }
   }
   for (const Number& number : prepared->numbers) stack[number.argument] = number.tensor();
-  c10::GradMode::set_enabled(call_slots.grad.get(call) == Py_True);
-  run_op(*prepared, rng, &stack);
+  c10::GradMode::set_enabled(call.grad);
+  run_op(*prepared, call.rng.ptr(), &stack);
 
   const auto results = tensors_in(stack);
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(made); ++i) {
-    PyObject* const pair = PyTuple_GET_ITEM(made, i);
-    Version* const version = version_with(versions, PyTuple_GET_ITEM(pair, 1));
+  for (const auto& [index, id] : pairs_in(call.made)) {
+    Version* const version = versions.at(id);
     if (version == nullptr || version->is_held()) continue;
-    const at::Tensor& t = results.at(PyLong_AsSize_t(PyTuple_GET_ITEM(pair, 0)));
+    const at::Tensor& t = results.at(index);
     pybind11::object stream = pybind11::none();
     if (!t.is_cpu()) stream = pybind11::handle(current_stream)(wrapped(t.device()));
     version->rebuilt(t, stream);
   }
   for (const Overwritten& each : overwritten) {
-    Version* const after = version_with(versions, each.new_id);
+    Version* const after = versions.at(each.new_id);
     const bool same = each.fresh.is_same(each.old.value);
     if (after != nullptr) after->rebuilt(each.fresh, each.old.stream);
     if (same) each.old.drop();

@@ -2,13 +2,14 @@
 #pragma once
 #include <functional>
 
-#include "version.h"
+#include "call.h"
+#include "versions.h"
 
 namespace memopt {
 
 // Runs a call on the values of the versions that it reads, and sets the values of the versions that it makes. Call it below
 // autograd. `survives`: whether the bytes of a version that the call overwrites are still needed; if so, it overwrites a copy.
 // Returns false if the call must run in Python; then nothing has been done.
-bool rerun(PyObject* call, PyObject* versions, const std::function<bool(const Version&)>& survives);
+bool rerun(const Call& call, const Versions& versions, const std::function<bool(const Version&)>& survives);
 
 }  // namespace memopt

@@ -3,29 +3,29 @@
 // It is in no reference cycle, so the garbage collector does not know it.
 #pragma once
 #include <ATen/core/Tensor.h>
-#include <pybind11/pybind11.h>
 
-#include <cstdint>
+#include "type.h"
 
 namespace memopt {
 
-struct Version {
-  static constexpr int64_t kNever = INT64_MIN;
+// A weak reference to a storage: while it exists, no other storage has the same address.
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
-  pybind11::object id, call, origin, why, claim, tensor;
-  pybind11::object next, stream, parked;
-  at::Tensor value;       // undefined if none is held
-  int64_t counter_in_op;  // `kNever` if no op wrote over the storage
+class Versions;
+
+struct Version {
+  int64_t id;
+  pybind11::object call, origin, why, claim, stream, parked;
+  at::Tensor value;  // undefined if none is held
+  int64_t tensor, next, counter_in_op;  // `kNone` if there is none
   int64_t nbytes, index, counter, expected, handles;
-  uint64_t weak;
+  WeakStorage storage;
   c10::Device device;
   bool reachable, parameter, exposed, read;
 
-  // Borrowed.
-  PyObject* object() const;
   bool is_external() const;
   bool is_empty() const;
-  bool is_stale() const { return !next.is_none(); }
+  bool is_stale() const { return next != kNone; }
   bool is_held() const { return value.defined(); }
   bool is_parked() const { return !parked.is_none(); }
   // Whether its own call can make its bytes again (`rebuildable`).
@@ -48,37 +48,21 @@ struct Version {
   void put_in_order() const;
 };
 
-struct VersionObject {
-  PyObject_HEAD
-  Version version;
-};
-
-extern PyTypeObject* version_type;
-
 // Adds the class `StorageVersion` to the module. Returns false with an exception if it cannot be made.
 bool add_version(PyObject* module);
 
-// The version; null if there is no object. Throws if the object is of another class.
-inline Version* version_in(PyObject* object) {
-  if (object == nullptr) return nullptr;
-  if (Py_TYPE(object) != version_type) throw pybind11::type_error("no StorageVersion of the native engine");
-  return &reinterpret_cast<VersionObject*>(object)->version;
-}
-
 // The fields that a new storage version gets from its op.
 struct NewVersion {
-  pybind11::handle id, tensor;  // the tensor of the plan, or none
-  size_t index;                 // among the results of the call
+  int64_t id, tensor;  // the tensor of the plan, or `kNone`
+  size_t index;        // among the results of the call
   pybind11::handle call, origin, why;
   bool reachable;
 };
 
-// A version of the storage of `t`. `weak`: the tape's list of weak references.
-pybind11::object new_version(const at::Tensor& t, const NewVersion& as, const pybind11::list& weak);
-// The version that a tape has under an id; null if there is none. Borrowed.
-Version* version_with(const pybind11::handle& versions, pybind11::handle id);
+// A version of the storage of `t`.
+pybind11::object new_version(const at::Tensor& t, const NewVersion& as);
 // `can_make`, without parked bytes: whether the version's own call can make its bytes again, from what is in memory now.
-bool can_make_from_memory(const pybind11::handle& versions, Version& version);
+bool can_make_from_memory(const Versions& versions, Version& version);
 
 // Python's `in_order(holding)` and `current_stream(device)`, for tensors that are not on the CPU.
 extern PyObject *in_order, *current_stream;

@@ -10,7 +10,7 @@ namespace py = pybind11;
 
 // The version that `t` is on; null if it is parked or from outside, or if there is none.
 Version* version_at(const Forward& forward, const at::Tensor& t) {
-  Version* const version = at_address(forward, t);
+  Version* const version = forward.of_storage.at(t);
   return version == nullptr || version->is_external() || version->is_parked() ? nullptr : version;
 }
 
@@ -46,14 +46,14 @@ bool overwrites(const Forward& forward, const at::Tensor& t) {
 }
 
 py::object overwritten(
-    const Forward& forward, const at::Tensor& t, const py::object& call, bool startable, const py::object& tensor) {
+    const Forward& forward, const at::Tensor& t, const py::object& call, bool startable, int64_t tensor) {
   Version* const old = version_at(forward, t);
   if (old == nullptr) return {};
-  const auto owner = py::reinterpret_borrow<py::object>(old->object());  // the new version replaces it
+  const auto owner = py::reinterpret_borrow<py::object>(object_of(*old));  // the new version replaces it
   const bool runs_again = !call.is_none(), reachable = runs_again && startable;
   const py::object why = runs_again ? py::str() : py::reinterpret_borrow<py::object>(constants.overwritten);
-  const py::object made = new_version(t, {tensor, tensor, 0, call, constants.recorded, why, reachable}, forward.weak);
-  Version& version = *version_in(made.ptr());
+  const py::object made = new_version(t, {tensor, tensor, 0, call, constants.recorded, why, reachable});
+  Version& version = value_of<Version>(made.ptr());
   version.counter = old->counter == constants.unshared ? constants.unshared : constants.unknown;
   version.counter_in_op = t._version();
   if (!runs_again) {

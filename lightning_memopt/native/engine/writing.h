@@ -14,6 +14,6 @@ bool overwrites(const Forward& forward, const at::Tensor& t);
 // An op has written to `t`, and made this tensor of the plan, by `call`. `startable`: a rebuild can use all that the op reads.
 // Returns the new version, or null, and does nothing, if Python must handle it.
 pybind11::object overwritten(
-    const Forward& forward, const at::Tensor& t, const pybind11::object& call, bool startable, const pybind11::object& tensor);
+    const Forward& forward, const at::Tensor& t, const pybind11::object& call, bool startable, int64_t tensor);
 
 }  // namespace memopt

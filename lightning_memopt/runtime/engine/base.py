@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lightning_memopt.errors import ModifiedError
-from lightning_memopt.record import OpRecord, Recorder, Tape, View, in_transform, uncompiled
+from lightning_memopt.record import OpRecord, Recorder, Tape, in_transform, uncompiled
 from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.interrupts import raise_deferred
 from lightning_memopt.runtime.engine.handles import Handle, Kept, version_guard
@@ -113,7 +113,7 @@ class Engine:
     def handle(self, t: torch.Tensor, save: int, version: Version) -> Handle:
         """The object that autograd holds instead of `t`, which is on the version."""
         if self.native is None:
-            return Handle(self, save, version, View(version.id, t), version_guard(t))
+            return Handle(self, save, version, self.tape.view(version.id, t), version_guard(t))
         made: Handle = self.native.handle(t, self, save, version)
         return made
 

@@ -11,9 +11,11 @@ class Guard:
     stand_ins: version -> tensors of the plan, other than its own, that it stands in for, because their ops did not run.
     needed: versions that stay longer than planned, because rebuilds need them that the plan does not know.
     until: (point of the graph, the versions that stay until backward has passed it).
+
+    The native engine has `stand_ins` and `until`, so they stay the same objects.
     """
 
-    __slots__ = ("_last_point", "needed", "stand_ins", "until")  # read by the native engine
+    __slots__ = ("_last_point", "needed", "stand_ins", "until")
 
     def __init__(self, last_point: int) -> None:
         self.stand_ins: dict[int, list[int]] = {}
@@ -28,6 +30,6 @@ class Guard:
 
     def pass_point(self, now: int) -> Iterable[int]:
         """Backward is at the point `now` of the graph. Returns the versions that are no longer needed."""
-        self.until = [(until, ids) for until, ids in self.until if until >= now]
+        self.until[:] = [(until, ids) for until, ids in self.until if until >= now]
         before, self.needed = self.needed, set().union(*(ids for _, ids in self.until))
         return before - self.needed

@@ -61,7 +61,7 @@ class Learned:
         self.sized = sized
         self.device = torch.device(program.graph.device)
         self.native = loaded()
-        self.templates = Templates(self.native, len(program.graph.forward))
+        self.templates = Templates(self.native, program)
         self.familiar: dict[int, tuple[int, torch.device]] = {}
         self._spans: tuple[weakref.ref[nn.Module], Spans] | None = None
 

@@ -7,6 +7,7 @@ native engine, every op is recorded.
 from __future__ import annotations
 
 import weakref
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from lightning_memopt.torch_private import OpOverload, backward_task
 
 
 class Matcher(Recorder):
-    """The recorder of a `PlannedEngine`.
+    """The recorder of a `PlannedEngine`. `capturing`, `native` and `templates` belong to the native engine, where that is
+    loaded (`new_matcher`).
 
     program: the plan.
     cursor: how far the forward has come.
@@ -33,8 +35,9 @@ class Matcher(Recorder):
     native: this object's data for the native engine; None where there is no native engine.
     """
 
-    __slots__ = ("capturing", "native", "templates")  # read by the native engine; all else is in `__dict__`
     holdings: PlannedHoldings
+    native: object
+    templates: object
 
     def __init__(self, owner: Owner, tape: Tape[Holding], holdings: PlannedHoldings, learned: Learned, unproven: bool) -> None:
         super().__init__(tape, owner)
@@ -54,14 +57,11 @@ class Matcher(Recorder):
         engine = self._engine
         if engine is None:
             return None
-        tape, program, active = self.tape, self.program, self.holdings.active
-        step = self.of_storage, tape.versions, tape.weak_references, self._beneath, self._unread, self.cursor
-        saving = program.saving
+        saving = self.program.saving
         if self._learned.templates.restless:
             saving = b"\1" * len(saving)
-        return engine.forward(
-            *step, program.holds, program.unsaved, active, program.sized_by_data, self._learned.familiar, saving
-        )
+        step = self.of_storage, self.tape.versions, self._beneath, self._unread, self.cursor, self.holdings.active
+        return engine.forward(*step, self._learned.familiar, saving)
 
     @uncompiled
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -173,3 +173,15 @@ class Matcher(Recorder):
         if j in self.program.schedule.rebuilt:
             return template_of(engine, record, self.tape.versions)
         return start_of(engine, record, self.program.tracked)
+
+
+@cache
+def _known_to(matching: type) -> type[Matcher]:
+    """The class of matchers some of whose fields are those of `matching`, a class of the native engine."""
+    return type("Matcher", (Matcher, matching), {})
+
+
+def new_matcher(owner: Owner, tape: Tape[Holding], holdings: PlannedHoldings, learned: Learned, unproven: bool) -> Matcher:
+    """The recorder of a forward that begins, or of which a part has run."""
+    kind = Matcher if learned.native is None else _known_to(learned.native.Matching)
+    return kind(owner, tape, holdings, learned, unproven)

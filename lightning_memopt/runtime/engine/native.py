@@ -17,7 +17,6 @@ from lightning_memopt.record import (
     OVERWRITTEN,
     UNKNOWN,
     UNSHARED,
-    Call,
     Origin,
     Seams,
     StorageVersion,
@@ -30,10 +29,8 @@ from lightning_memopt.record.below import below_autograd
 from lightning_memopt.record.interrupts import DEFERRED
 from lightning_memopt.record.settings import CHANGES
 from lightning_memopt.record.undoing import Calls
-from lightning_memopt.runtime.engine.guard import Guard
 from lightning_memopt.runtime.engine.handles import Handle, Kept
 from lightning_memopt.runtime.engine.holding import Claim, Holding, in_order
-from lightning_memopt.runtime.engine.matching import Matcher
 from lightning_memopt.runtime.engine.rebuild import StartChangedError
 from lightning_memopt.torch_private import AUTOGRAD, PYTHON_KERNELS, compilation
 
@@ -45,9 +42,7 @@ _TESTS: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
 """Name -> (overload, positional arguments after the first one, keyword arguments)."""
 
 
-_CLASSES = View, Call, Kept, Matcher, Guard
 _OBJECTS = {
-    **{cls.__name__: cls for cls in _CLASSES},
     **{origin.name: origin for origin in Origin},
     "NO_CLAIM": Claim.NONE,
     "POSSIBLE_CLAIM": Claim.POSSIBLE,
@@ -62,7 +57,7 @@ _OBJECTS = {
     "StartChangedError": StartChangedError,
     "__del__": Handle.__del__,
 }
-"""What the native module works on: classes whose slots it reads, and values that it compares with."""
+"""What the native module compares with, calls and raises."""
 
 
 def install_native(say: Callable[[str], None]) -> None:
@@ -106,6 +101,9 @@ def _prepare(module: Any) -> None:
     """Raises BuildError if the module does not know this engine's objects, or gives other bits than torch's own calls."""
     _give_methods(module.StorageVersion, StorageVersion, Holding)
     _give_methods(module.Handle, Handle)
+    _give_methods(module.Kept, Kept)
+    _give_methods(module.View, View)
+    View.register(module.View)
     try:
         module.know(_OBJECTS, in_order, current_stream)
     except (TypeError, AttributeError) as error:
@@ -131,7 +129,7 @@ def _gives_equal_bits(module: Any, name: str) -> bool:
     tape: Tape[Holding] = Tape(Holding, module)
     read, made = (tape.version(i, torch.empty(12)) for i in (0, 1))
     read.holding.rebuilt(x.clone())
-    call = Call(0, func, [View(0, x), *more], named, (0,), False)
+    call = tape.call(0, func, [tape.view(0, x), *more], named, (0,), False)
     if name == "in place":
         call.mutates = ((0, 1),)
     else:
@@ -141,7 +139,8 @@ def _gives_equal_bits(module: Any, name: str) -> bool:
     call.prepared = module.prepare(func._schema.name, func._schema.overload_name, call.args, named)
     before = torch.get_rng_state()
     with below_autograd():
-        if call.prepared is None or not module.run(call, {0: read, 1: made}, lambda version: True):
+        tape.versions[0], tape.versions[1] = read, made
+        if call.prepared is None or not module.run(call, tape.versions, lambda version: True):
             return False
         value, source = made.holding.value, read.holding.value
         if value is None or source is None or not torch.equal(source, x) or not torch.equal(torch.get_rng_state(), before):

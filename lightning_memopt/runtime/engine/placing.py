@@ -188,7 +188,7 @@ class Placing:
         """
         inputs, outputs = self.program.inputs[j], self.program.outputs[j]
         versions, fits = self.versions, self._learned.fits
-        if len(inputs) != len(reads) or len(outputs) != len(made) or not versions.keys().isdisjoint(outputs):
+        if len(inputs) != len(reads) or len(outputs) != len(made) or any(tensor in versions for tensor in outputs):
             return False
         if not all(fits(version, tensor) for (version, _), tensor in zip(made, outputs, strict=True)):
             return False

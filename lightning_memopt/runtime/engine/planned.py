@@ -18,12 +18,12 @@ from lightning_memopt.record.interrupts import raise_deferred
 from lightning_memopt.runtime import spans
 from lightning_memopt.runtime.engine.base import Engine
 from lightning_memopt.runtime.engine.checks import Checks
-from lightning_memopt.runtime.engine.cursor import NEVER, new_cursor
+from lightning_memopt.runtime.engine.cursor import NEVER, new_cursor, new_numbers
 from lightning_memopt.runtime.engine.guard import Guard
 from lightning_memopt.runtime.engine.handles import Handle, Kept
 from lightning_memopt.runtime.engine.holding import Holding, Version, can_make
 from lightning_memopt.runtime.engine.learned import Learned
-from lightning_memopt.runtime.engine.matching import Matcher
+from lightning_memopt.runtime.engine.matching import Matcher, new_matcher
 from lightning_memopt.runtime.engine.naming import GraphNames, Names, modified
 from lightning_memopt.runtime.engine.parking import Parking
 from lightning_memopt.runtime.engine.planned_holdings import PlannedHoldings
@@ -69,11 +69,13 @@ class PlannedEngine(Engine):
         self.cursor = new_cursor(self.native)
         self.checks = Checks(verify)
         self.guard = Guard(len(program.graph.points))
-        self.parking = Parking(program, self.tape, self.cursor, self.checks, set(program.resident_starts), depot)
+        active = new_numbers(self.native)
+        active.update(program.resident_starts)
+        self.parking = Parking(program, self.tape, self.cursor, self.checks, active, depot)
         self.holdings = PlannedHoldings(program, self.cursor, self.guard, self.parking, self.tape.versions)
-        self.turns = Turns(program, self.cursor)
+        self.turns = Turns(program, self.cursor, new_numbers(self.native))
         self._names = GraphNames(program.graph)
-        self._labels: set[int] = set()
+        self._labels = new_numbers(self.native)
         """Saves of the plan that autograd made in this step, including those where it keeps the tensor itself."""
         self._due: list[int] = []
         """Tensors that cannot be rebuilt and that the plan frees at events that were passed over."""
@@ -99,7 +101,7 @@ class PlannedEngine(Engine):
     def make_recorder(self) -> Matcher:
         recorder, self.between = self.between, None
         # weak, because between two calls the engine holds the recorder, and must be freed with autograd's handles
-        return recorder or Matcher(weakref.proxy(self), self.tape, self.holdings, self.learned, self.unproven)
+        return recorder or new_matcher(weakref.proxy(self), self.tape, self.holdings, self.learned, self.unproven)
 
     def next_call(self) -> bool:
         """A call of the model begins. Returns whether it is the plan's next one, before any of the backward has come."""
@@ -131,7 +133,15 @@ class PlannedEngine(Engine):
         super().end_forward()
         native = self.native
         if native is not None and self._backward is None and not self.checks.on:
-            step = self.tape.versions, self.holdings.active, self.cursor, self.guard, self._due, self.rebuilt_ops
+            step = (
+                self.tape.versions,
+                self.holdings.active,
+                self.cursor,
+                self.guard.stand_ins,
+                self.guard.until,
+                self._due,
+                self.rebuilt_ops,
+            )
             self._backward = native.backward(self.learned.actions, *step)
 
     def wants_state(self, name: str) -> bool:

@@ -241,7 +241,7 @@ def _draw(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 def _restored(v: Any, versions: Versions, fresh: dict[int, torch.Tensor]) -> Any:
     """An argument of a call, with tensors instead of views. Not a closure, because a recursive closure is a reference cycle."""
-    if type(v) is View:
+    if isinstance(v, View):
         base = fresh.get(v.version) if fresh else None
         if base is None:
             base = versions[v.version].holding.value

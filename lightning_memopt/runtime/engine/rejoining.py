@@ -98,7 +98,7 @@ class Places:
         """(number of inputs of the plan's op `j` that the op is known to read, the place); None if it cannot be that op."""
         program, versions, fits = self.program, self.versions, self.learned.fits
         inputs, outputs = program.inputs[j], program.outputs[j]
-        if len(inputs) != len(record.reads) or len(outputs) != len(made) or not versions.keys().isdisjoint(outputs):
+        if len(inputs) != len(record.reads) or len(outputs) != len(made) or any(tensor in versions for tensor in outputs):
             return None
         known, parameters, others = 0, 0, []
         for version, tensor in zip(record.reads, inputs, strict=True):

@@ -15,6 +15,7 @@ import torch
 
 from lightning_memopt.record import Call, OpRecord, View, rules_in_force
 from lightning_memopt.runtime.engine.holding import Version
+from lightning_memopt.runtime.engine.program import Program
 from lightning_memopt.runtime.engine.rebuild import Versions, prepared
 from lightning_memopt.torch_private import OpOverload
 
@@ -29,11 +30,11 @@ class Templates:
     restless: whether the forward runs a backward (a penalty on gradients), so that saved-tensor hooks are never off.
     """
 
-    def __init__(self, engine: Any, n_ops: int) -> None:
+    def __init__(self, engine: Any, program: Program) -> None:
         """engine: the native engine; None where there is none, and so no template."""
         self.restless = False
         self._engine = engine
-        self._n_ops = n_ops
+        self._program = program
         self.learned: object = None
         self._settings: tuple[Any, ...] | None = None
 
@@ -47,7 +48,10 @@ class Templates:
 
     def none(self) -> object:
         """No template for any op."""
-        return None if self._engine is None else self._engine.templates(self._n_ops)
+        if self._engine is None:
+            return None
+        program = self._program
+        return self._engine.templates(len(program.graph.forward), program.holds, program.unsaved, program.sized_by_data)
 
 
 class _Unnamed(Exception):
@@ -74,21 +78,15 @@ class _Naming:
         """An argument with windows on tensors of the plan; `...` for windows on versions that are `ignored`."""
         if type(value) is list:
             return [self.value(v, ignored) for v in value]
-        if type(value) is not View:
+        if not isinstance(value, View):
             return value
-        if value.version in ignored:
-            return ...
-        named: View = View.__new__(View)
-        for name in View.__slots__:
-            setattr(named, name, getattr(value, name))
-        named.version = self.tensor(value.version)
-        return named
+        return ... if value.version in ignored else value.named(self.tensor(value.version))
 
     def call(self, call: Call) -> Call:
         """The call in terms of the plan's tensors, without the state of the generator."""
         kwargs = {name: self.value(v) for name, v in call.kwargs.items()}
         reads = tuple(map(self.tensor, call.reads))
-        named = Call(call.op, call.func, [self.value(v) for v in call.args], kwargs, reads, call.grad)
+        named = type(call)(call.op, call.func, [self.value(v) for v in call.args], kwargs, reads, call.grad)
         named.made = tuple((index, self.tensor(id)) for index, id in call.made)
         named.mutates = tuple((self.tensor(old), self.tensor(new)) for old, new in call.mutates)
         named.repeats = call.repeats
@@ -98,7 +96,7 @@ class _Naming:
 
 def with_state(call: Call, generator: torch.Generator) -> Call:
     """The call for this step, with the present state of the generator."""
-    own = Call(call.op, call.func, call.args, call.kwargs, call.reads, call.grad)
+    own = type(call)(call.op, call.func, call.args, call.kwargs, call.reads, call.grad)
     own.made, own.mutates, own.prepared = call.made, call.mutates, call.prepared
     own.rng = (generator, generator.get_state())
     return own
@@ -113,7 +111,7 @@ def _special(record: OpRecord) -> bool:
 
 def _positions(record: OpRecord) -> dict[int, int]:
     """Id of a version -> the position among the arguments of the tensor on it."""
-    return {value.version: i for i, value in enumerate(record.args) if type(value) is View}
+    return {value.version: i for i, value in enumerate(record.args) if isinstance(value, View)}
 
 
 def in_passing(engine: Any, record: OpRecord) -> Template | OpOverload | None:

@@ -32,8 +32,8 @@ class Turns:
     packed: saves that were packed in this step.
     """
 
-    def __init__(self, program: Program, cursor: Cursor) -> None:
-        self.packed: set[int] = set()
+    def __init__(self, program: Program, cursor: Cursor, packed: set[int]) -> None:
+        self.packed = packed
         self._program = program
         self._cursor = cursor
 

@@ -76,7 +76,7 @@ def versions_of(planned: PlannedEngine) -> list[Any]:
     be that no rebuild makes, so calls, origins and counters are not compared.
     """
     states, versions = [], planned.tape.versions
-    for key in sorted(versions.keys() & planned.program.tracked):
+    for key in sorted(key for key in planned.program.tracked if key in versions):
         version = versions[key]
         holding = version.holding
         later = None if version.next is None else versions[version.next].holding.tensor

@@ -107,20 +107,20 @@ def test_python_answers_for_unknown_tensors_and_nothing_was_noted(module: Any) -
     tape: Tape[Holding] = Tape(Holding, module)
     known, unknown = torch.randn(2, 3), torch.randn(3)
     version = tape.version(7, known)
-    of_storage, reads = module.Storages(), [version]
+    of_storage, reads = module.Versions(), [version]
     of_storage[version.weak] = version
     for values in ((known, unknown), ([known, [unknown]],), (known, unknown.to_sparse())):
         assert module.captured(values, of_storage, True, reads) is None and reads == [version]
     kept = module.captured((known.t(), [known, None], 2.5), of_storage, True, reads)
     assert reads == [version] * 3 and kept[2] == 2.5 and kept[1][1] is None
-    assert type(kept[0]) is View and kept[0].version == 7 and kept[0].same(known.t())
+    assert isinstance(kept[0], View) and kept[0].version == 7 and kept[0].same(known.t())
     assert module.captured((known, 1), of_storage, False, reads) is True and len(reads) == 4
 
 
 def test_new_results_have_their_positions(module: Any) -> None:
     tape: Tape[Holding] = Tape(Holding, module)
     known, new = torch.randn(2), torch.randn(2)
-    of_storage = module.Storages()
+    of_storage = module.Versions()
     of_storage[known.untyped_storage()._cdata] = tape.version(0, known)
     results = module.fresh((known, None, [new, new.to_sparse()], new), of_storage)
     assert [at for at, _ in results] == [1, 3] and all(t is new for _, t in results)
