@@ -27,12 +27,11 @@ namespace {
 
 namespace py = pybind11;
 
-struct Hook {
-  PyObject_HEAD
-  PyObject* engine;  // a weak reference; null while no forward uses the hook
+struct Pack {
+  vectorcallfunc call;
+  py::object engine;  // a weak reference; null while no forward uses the hook
 };
 
-PyTypeObject* pack_type = nullptr;
 PyObject* unpack_function = nullptr;
 thread_local std::unordered_set<PyObject*> planned;  // forwards of this thread that are running
 thread_local bool have_rested = false;               // whether hooks were off in one of them
@@ -46,29 +45,28 @@ void make_immortal(PyObject* object) {
 }
 
 // The object of a weak reference; none if it was freed, or there is no reference.
-py::object referent(PyObject* reference) {
-  if (reference == nullptr) return py::none();
+py::object referent(const py::object& reference) {
+  if (!reference) return py::none();
 #if PY_VERSION_HEX >= 0x030D0000
   PyObject* object = nullptr;
-  if (PyWeakref_GetRef(reference, &object) < 0) throw py::error_already_set();
+  if (PyWeakref_GetRef(reference.ptr(), &object) < 0) throw py::error_already_set();
   return object == nullptr ? py::none() : py::reinterpret_steal<py::object>(object);
 #else
-  return py::reinterpret_borrow<py::object>(PyWeakref_GetObject(reference));
+  return py::reinterpret_borrow<py::object>(PyWeakref_GetObject(reference.ptr()));
 #endif
 }
 
 PyObject* free_hook(PyObject* self, PyObject*) {
-  PyObject* const engine = std::exchange(reinterpret_cast<Hook*>(self)->engine, nullptr);
-  if (engine != nullptr) idle.push_back(self);
-  Py_XDECREF(engine);
+  const py::object engine = std::exchange(value_of<Pack>(self).engine, py::object());
+  if (engine) idle.push_back(self);
   Py_RETURN_NONE;
 }
 
-PyObject* call_hook(PyObject* self, PyObject* args, PyObject*) {
+PyObject* call_hook(PyObject* self, PyObject* const* args, size_t n, PyObject*) {
   HANDLE_TH_ERRORS
-  if (PyTuple_GET_SIZE(args) != 1) return PyErr_Format(PyExc_TypeError, "a pack hook takes 1 argument, got %zd", PyTuple_GET_SIZE(args));
-  PyObject* const t = PyTuple_GET_ITEM(args, 0);
-  const py::object engine = referent(reinterpret_cast<Hook*>(self)->engine);
+  if (PyVectorcall_NARGS(n) != 1) return PyErr_Format(PyExc_TypeError, "a pack hook takes 1 argument, got %zd", PyVectorcall_NARGS(n));
+  PyObject* const t = args[0];
+  const py::object engine = referent(value_of<Pack>(self).engine);
   if (engine.is_none()) return PyErr_Format(PyExc_AssertionError, "the forward, which holds the engine, is over");
   static PyObject* const name = PyUnicode_InternFromString("packing");
   const auto packing = py::reinterpret_steal<py::object>(PyObject_GetAttr(engine.ptr(), name));
@@ -86,17 +84,14 @@ PyObject* call_hook(PyObject* self, PyObject* args, PyObject*) {
 }  // namespace
 
 bool add_hooks(PyObject* module) {
-  static PyMethodDef methods[] = {{"free", free_hook, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
-  static PyType_Slot slots[] = {
-      {Py_tp_call, reinterpret_cast<void*>(call_hook)},
-      {Py_tp_methods, methods},
-      {0, nullptr},
-  };
-  static PyType_Spec spec{
-      "lightning_memopt.native.engine.Pack", sizeof(Hook), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
-  PyObject* const type = PyType_FromSpec(&spec);
-  if (type == nullptr || PyModule_AddObject(module, "Pack", type) != 0) return false;
-  pack_type = reinterpret_cast<PyTypeObject*>(type);
+  static PyMethodDef methods[] = {{"free", free_hook, METH_NOARGS, nullptr}, kLastMethod};
+  static PyMemberDef fields[] = {
+      {"__vectorcalloffset__", T_PYSSIZET, offsetof(Object<Pack>, value.call), READONLY, nullptr}, kLastField};
+  const bool added = add_type<Pack>(
+      module, "Pack",
+      {{Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)}, {Py_tp_members, fields}, {Py_tp_methods, methods}},
+      Py_TPFLAGS_HAVE_VECTORCALL);
+  if (!added) return false;
   unpack_function = PyObject_GetAttrString(module, "unpack");
   if (unpack_function == nullptr) return false;
   make_immortal(unpack_function);
@@ -105,21 +100,22 @@ bool add_hooks(PyObject* module) {
 
 bool is_in_transform() { return !at::functorch::getDynamicLayerStack().empty(); }
 
-bool is_hook(PyObject* object) { return object == unpack_function || Py_TYPE(object) == pack_type; }
+bool is_hook(PyObject* object) { return object == unpack_function || Py_TYPE(object) == type_of<Pack>; }
 
 PyObject* pack_hook(PyObject*, PyObject* engine) {
-  PyObject* hook;
+  HANDLE_TH_ERRORS
+  py::object hook;
   if (idle.empty()) {
-    hook = pack_type->tp_alloc(pack_type, 0);
-    if (hook == nullptr) return nullptr;
+    hook = make<Pack>(call_hook, py::object());
   } else {
-    hook = Py_NewRef(idle.back());
+    hook = py::reinterpret_borrow<py::object>(idle.back());
     idle.pop_back();
   }
-  make_immortal(hook);
+  make_immortal(hook.ptr());
   make_immortal(unpack_function);
-  reinterpret_cast<Hook*>(hook)->engine = Py_NewRef(engine);
-  return hook;
+  value_of<Pack>(hook.ptr()).engine = py::reinterpret_borrow<py::object>(engine);
+  return hook.release().ptr();
+  END_HANDLE_TH_ERRORS
 }
 
 // Torch does not call hooks while it traces. This is how they are switched off. A backward has the state of the thread that

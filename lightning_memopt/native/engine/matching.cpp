@@ -197,7 +197,7 @@ void hold_as_planned(const Match& match, const at::Tensor& t, const py::object& 
 }
 
 // Notes the results of an op that matched its template.
-void note(const Match& match, const py::object& call, const std::vector<at::Tensor>& results, bool startable) {
+void note(const Match& match, const py::object& call, const Tensors& results, bool startable) {
   const auto& [matcher, forward, sets, expected] = match;
   const bool reachable = startable && !call.is_none() && !expected.empty;
   for (const auto& as : expected.made) {
@@ -217,7 +217,8 @@ void note(const Match& match, const py::object& call, const std::vector<at::Tens
     add(forward, t, version);
     hold_as_planned(match, t, version);
   }
-  for (const at::Tensor& t : expected.unshared ? results : std::vector<at::Tensor>())
+  if (!expected.unshared) return;
+  for (const at::Tensor& t : results)
     if (Version* const version = forward.of_storage.at(t)) version->counter = constants.unshared;
 }
 
@@ -333,7 +334,7 @@ bool runs_as_before(
   Comparison comparison(matcher, forward, expected, args);
   if (!comparison.fits()) return false;
   const py::object call = expected.random ? with_state(matcher, expected, args) : expected.call;
-  std::vector<at::Tensor> targets;
+  Tensors targets;
   for (const auto& written : expected.mutates) {
     targets.push_back(args[written.argument].toTensor());
     if (!overwrites(forward, targets.back())) call_method(matcher, "overwrites", wrapped(targets.back()));

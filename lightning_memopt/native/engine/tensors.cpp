@@ -16,8 +16,8 @@ bool is_plain(const at::Tensor& t) {
   return is_ordinary(t) && !t.is_quantized() && !t.is_inference() && !t._is_zerotensor() && !t.is_meta();
 }
 
-std::vector<at::Tensor> tensors_in(c10::ArrayRef<c10::IValue> results) {
-  std::vector<at::Tensor> tensors;
+Tensors tensors_in(c10::ArrayRef<c10::IValue> results) {
+  Tensors tensors;
   for (const c10::IValue& result : results)
     if (result.isTensor()) {
       if (result.toTensor().defined()) tensors.push_back(result.toTensor());

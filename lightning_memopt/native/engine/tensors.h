@@ -2,9 +2,8 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <c10/util/SmallVector.h>
 #include <pybind11/pybind11.h>
-
-#include <vector>
 
 namespace memopt {
 
@@ -16,8 +15,10 @@ bool is_ordinary(const at::Tensor& t);
 // `is_plain` in record/tensors.py.
 bool is_plain(const at::Tensor& t);
 
+using Tensors = c10::SmallVector<at::Tensor, 4>;
+
 // The tensors among the results of an op, in their order (`tensors_in`).
-std::vector<at::Tensor> tensors_in(c10::ArrayRef<c10::IValue> results);
+Tensors tensors_in(c10::ArrayRef<c10::IValue> results);
 
 pybind11::object wrapped(const at::Tensor& t);
 pybind11::object wrapped(c10::Device device);
