@@ -118,19 +118,19 @@ PyObject* pack_hook(PyObject*, PyObject* engine) {
   END_HANDLE_TH_ERRORS
 }
 
+bool hooks_rest() { return have_rested && at::SavedTensorDefaultHooks::get_tls_state().is_tracing; }
+
 // Torch does not call hooks while it traces. This is how they are switched off. A backward has the state of the thread that
 // began it, and restores it after each node, so hooks are on in a backward. They are on in nested forwards, too, which both see
 // an op of the inner one.
 void rest_hooks() {
-  if (planned.size() != 1) return;
+  if (hooks_rest() || planned.size() != 1) return;
   const auto& state = at::SavedTensorDefaultHooks::get_tls_state();
   if (state.is_tracing || state.stack.empty() || !is_hook(state.stack.top().first.ptr(getPyInterpreter()))) return;
   if (torch::autograd::get_current_graph_task_id() != -1) return;
   have_rested = true;
   at::SavedTensorDefaultHooks::set_tracing(true);
 }
-
-bool hooks_rest() { return have_rested && at::SavedTensorDefaultHooks::get_tls_state().is_tracing; }
 
 void wake_hooks() {
   if (have_rested) at::SavedTensorDefaultHooks::set_tracing(false);

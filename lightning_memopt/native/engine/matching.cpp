@@ -306,7 +306,11 @@ enum class Answer {
 // The op has run, or runs next and nothing is noted of it.
 void advance(const Forward& forward, Progress& cursor) {
   const int64_t next = ++cursor.position;
-  if (next < PyBytes_GET_SIZE(forward.saving.ptr()) && PyBytes_AS_STRING(forward.saving.ptr())[next] == 0) rest_hooks();
+  if (next < PyBytes_GET_SIZE(forward.saving.ptr()) && PyBytes_AS_STRING(forward.saving.ptr())[next] == 0) {
+    rest_hooks();
+  } else {
+    wake_hooks();
+  }
 }
 
 // What is to be done with an op. Without the interpreter's lock: it reads what only this thread writes.
@@ -434,12 +438,15 @@ void Templates::learn(size_t position, PyObject* entry) {
 }
 
 bool runs(PyObject* matcher, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  wake_hooks();
   const auto* const forward = in_capsule<Forward>(value_of<Matching>(matcher).native.ptr());
   const auto* const templates = in_capsule<Templates>(value_of<Matching>(matcher).templates.ptr());
-  if (forward == nullptr || templates == nullptr) return false;
-  const Answer answer = answer_to(matcher, *forward, *templates, op, torch::jit::last(*stack, op.schema().arguments().size()));
-  if (answer == Answer::kPassesBy) run_unseen(op, stack, is_native(op));
+  const bool knows = forward != nullptr && templates != nullptr, native = is_native(op);
+  const auto args = torch::jit::last(*stack, op.schema().arguments().size());
+  const Answer answer = knows ? answer_to(matcher, *forward, *templates, op, args) : Answer::kPython;
+  // what runs now may save tensors
+  if (answer != Answer::kPassesBy || !native || !value_of<Matching>(matcher).capturing) wake_hooks();
+  if (!knows) return false;
+  if (answer == Answer::kPassesBy) run_unseen(op, stack, native);
   const bool done = answer == Answer::kPassesBy || (answer == Answer::kCompared && runs_locked(matcher, *forward, *templates, op, stack));
   (done ? native_ops : python_ops).fetch_add(1, std::memory_order_relaxed);
   return done;
