@@ -1,4 +1,4 @@
-"""The native engine's containers do what Python's do, as far as they are used: a dictionary of versions, and a set of numbers."""
+"""The native engine's containers do what Python's do, as far as they are used: a dictionary of versions, a set of numbers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_versions_raise_what_a_dictionary_raises(module: Any) -> None:
     for missing in (lambda: own[16], lambda: own.__delitem__(16)):
         with pytest.raises(KeyError, match="16"):
             missing()
-    wrong = lambda: own["a"], lambda: own.get(1.5), lambda: "a" in own, lambda: own.__setitem__(None, made(module))  # noqa: E731
+    wrong = lambda: own["a"], lambda: own.get(1.5), lambda: "a" in own, lambda: own.__setitem__(None, made(module))
     for each in (*wrong, lambda: own.__setitem__(0, own)):
         with pytest.raises(TypeError):
             each()
