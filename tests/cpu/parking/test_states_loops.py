@@ -63,7 +63,7 @@ class _Spare(nn.Module):
 
 
 def test_state_that_no_update_makes_is_not_parked_until_one_does() -> None:
-    """No budget is thought to be kept by parking what is nowhere. When the second part gets gradients, its state leaves, too."""
+    """No budget is said to be kept by parking what is nowhere. When the second part gets gradients, its state leaves, too."""
     model = _Spare()
     optimizer = optim.AdamW(model.parameters(), lr=1e-3)
     found = []
