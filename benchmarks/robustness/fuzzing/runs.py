@@ -23,6 +23,7 @@ from lightning_memopt.errors import MemOptError
 from lightning_memopt.graph import Graph
 from lightning_memopt.integrations.plain import Run
 from lightning_memopt.plan import simulate
+from lightning_memopt.session.at_rest import AtRest
 from lightning_memopt.session.solve import solving
 from lightning_memopt.solvers.offload.trips import send_away
 from lightning_memopt.solvers.planner import UNSEEN_NBYTES, Candidate, Frontier
@@ -220,7 +221,11 @@ def ran(case: Case, planned: bool) -> Outcome:
 
 @contextlib.contextmanager
 def _random_plans(case: Case) -> Iterator[None]:
-    with mock.patch.object(solving, "frontier_of", lambda graph, *_: random_frontier(case, graph)):
+    """Every solve gives the case's random plan. Nothing rests in a tier between updates: a random plan knows no such step."""
+    with (
+        mock.patch.object(solving, "frontier_of", lambda graph, *_: random_frontier(case, graph)),
+        mock.patch.object(AtRest, "solved", lambda at_rest, solve, limit_nbytes, graph: solve(graph)),
+    ):
         yield
 
 
