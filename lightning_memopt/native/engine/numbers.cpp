@@ -3,6 +3,8 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/Exceptions.h>
 
+#include <algorithm>
+
 namespace memopt {
 namespace {
 
@@ -52,6 +54,8 @@ PyObject* iterate(PyObject* self) {
   END_HANDLE_TH_ERRORS
 }
 
+Py_ssize_t number_of_numbers(PyObject* self) { return static_cast<Py_ssize_t>(value_of<Numbers>(self).size()); }
+
 // None is no member, as in a set.
 int has_number(PyObject* self, PyObject* number) {
   if (number == Py_None) return 0;
@@ -65,8 +69,15 @@ void Numbers::add(int64_t number) {
   constexpr int64_t kMost = int64_t{1} << 31;
   TORCH_CHECK_VALUE(number >= -1 && number < kMost, "a member of Numbers is from -1 on, and below 2^31: ", number);
   const auto place = static_cast<size_t>(number + 1);
-  if (place >= members_.size()) members_.resize(place + 1);
+  if (place >= members_.size()) members_.resize(std::max(place + 1, 2 * members_.size()));
+  size_ += !members_[place];
   members_[place] = true;
+}
+
+void Numbers::discard(int64_t number) {
+  if (!has(number)) return;
+  members_[number + 1] = false;
+  --size_;
 }
 
 bool add_numbers(PyObject* module) {
@@ -82,6 +93,7 @@ bool add_numbers(PyObject* module) {
       {{Py_tp_new, reinterpret_cast<void*>(make_empty<Numbers>)},
        {Py_tp_methods, methods},
        {Py_tp_iter, reinterpret_cast<void*>(iterate)},
+       {Py_mp_length, reinterpret_cast<void*>(number_of_numbers)},
        {Py_sq_contains, reinterpret_cast<void*>(has_number)}});
 }
 

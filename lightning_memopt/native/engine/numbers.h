@@ -13,12 +13,12 @@ class Numbers {
   // No member is as large as this.
   int64_t end() const { return static_cast<int64_t>(members_.size()) - 1; }
   void add(int64_t number);
-  void discard(int64_t number) {
-    if (has(number)) members_[number + 1] = false;
-  }
+  void discard(int64_t number);
+  size_t size() const { return size_; }
 
  private:
   std::vector<bool> members_;  // of the number plus one
+  size_t size_ = 0;
 };
 
 // Adds the class `Numbers` to the module. Returns false with an exception if it cannot be made.

@@ -3,6 +3,8 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
+
 namespace memopt {
 namespace {
 
@@ -80,24 +82,39 @@ PyObject* version_values(PyObject* self, PyObject*) {
 }  // namespace
 
 void Versions::put(int64_t number, const py::object& version) {
-  const auto [at, is_new] = places_.emplace(number, entries_.size());
-  if (is_new) {
-    entries_.emplace_back(number, version);
-  } else {
-    const py::object before = std::exchange(entries_[at->second].second, version);  // freed last: that may run code
+  const size_t place = place_of(number);
+  if (place != kNowhere) {
+    const py::object before = std::exchange(entries_[place].second, version);  // freed last: that may run code
+    return;
   }
+  if (!is_near(number)) {
+    far_.emplace(number, entries_.size());
+  } else {
+    const auto at = static_cast<size_t>(number);
+    if (at >= near_.size()) near_.resize(std::max(at + 1, 2 * near_.size()), kNowhere);
+    near_[at] = entries_.size();
+  }
+  entries_.emplace_back(number, version);
+  ++size_;
 }
 
 bool Versions::remove(int64_t number) {
-  const auto found = places_.find(number);
-  if (found == places_.end()) return false;
-  const py::object before = std::exchange(entries_[found->second].second, py::object());
-  places_.erase(found);
+  const size_t place = place_of(number);
+  if (place == kNowhere) return false;
+  if (is_near(number)) {
+    near_[number] = kNowhere;
+  } else {
+    far_.erase(number);
+  }
+  --size_;
+  const py::object before = std::exchange(entries_[place].second, py::object());
   return true;
 }
 
 void Versions::clear() {
-  places_.clear();
+  near_.clear();
+  far_.clear();
+  size_ = 0;
   const Entries before = std::exchange(entries_, {});  // what is freed now may run code that asks for a version
 }
 

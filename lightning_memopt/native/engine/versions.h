@@ -4,6 +4,7 @@
 #pragma once
 #include <c10/util/flat_hash_map.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -18,8 +19,8 @@ class Versions {
 
   // The version; null if there is none. Borrowed.
   Version* at(int64_t number) const {
-    const auto found = places_.find(number);
-    return found == places_.end() ? nullptr : &value_of<Version>(entries_[found->second].second.ptr());
+    const size_t place = place_of(number);
+    return place == kNowhere ? nullptr : &value_of<Version>(entries_[place].second.ptr());
   }
   // The version that the storage of `t` is on.
   Version* at(const at::Tensor& t) const { return at(address_of(t)); }
@@ -29,13 +30,28 @@ class Versions {
   // Returns whether there was one.
   bool remove(int64_t number);
   void clear();
-  size_t size() const { return places_.size(); }
+  size_t size() const { return size_; }
+  // There will be so many addresses.
+  void reserve(size_t addresses) { far_.reserve(addresses); }
   // Those that were removed are null.
   const Entries& entries() const { return entries_; }
 
  private:
-  ska::flat_hash_map<int64_t, size_t> places_;
+  static constexpr size_t kNowhere = SIZE_MAX;
+  static constexpr int64_t kNear = int64_t{1} << 20;  // ids are smaller than this in most graphs, addresses are not
+
+  static bool is_near(int64_t number) { return number >= 0 && number < kNear; }
+  // Among the entries; `kNowhere` if there is none.
+  size_t place_of(int64_t number) const {
+    if (is_near(number)) return static_cast<size_t>(number) < near_.size() ? near_[number] : kNowhere;
+    const auto found = far_.find(number);
+    return found == far_.end() ? kNowhere : found->second;
+  }
+
   Entries entries_;
+  std::vector<size_t> near_;
+  ska::flat_hash_map<int64_t, size_t> far_;
+  size_t size_ = 0;
 };
 
 // Adds the class `Versions` to the module. Returns false with an exception if it cannot be made.
