@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import optim
 
+from tests.cpu.lib.engines import needs_native
 from tests.cpu.parking.test_gradients import Parked, parked, scaled
+
+pytestmark = needs_native  # without it gradients are not parked, and a line says so
 
 __all__ = ["parked"]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn, optim
 from lightning_memopt import optimize
 from lightning_memopt.native import counter
 from lightning_memopt.runtime.tiers.shelf import is_away
-from tests.cpu.lib.engines import elements
+from tests.cpu.lib.engines import elements, needs_native
 from tests.cpu.lib.said import listening
 from tests.cpu.lib.times import Known, given
 from tests.cpu.parking.test_gradients import NEVER, Parked, trained_by
@@ -93,6 +93,7 @@ def turns(model: nn.Module, optimizer: optim.Optimizer) -> Iterator[None]:
     model.requires_grad_(True)
 
 
+@needs_native
 def test_halves_that_are_frozen_in_turns() -> None:
     status, bits = trained_by("min", turns, lambda p: optim.AdamW(p, lr=1e-3))
     assert bits == trained_by(None, turns, lambda p: optim.AdamW(p, lr=1e-3))[1]
@@ -110,6 +111,7 @@ def viewed(p: nn.Parameter) -> Tensor:
     return torch.zeros(2, *p.shape)[0]
 
 
+@needs_native
 @pytest.mark.parametrize("make", [projected, viewed])
 def test_gradients_that_the_loop_gives_stay_which_a_line_says(make: Callable[[nn.Parameter], Tensor]) -> None:
     def loop(model: nn.Module, optimizer: optim.Optimizer) -> Iterator[None]:
@@ -128,6 +130,7 @@ def test_gradients_that_the_loop_gives_stay_which_a_line_says(make: Callable[[nn
     assert text.count("gradients that the plan parks: the loop gives parameters others (`p.grad = ...`)") == 1
 
 
+@needs_native
 def test_no_line_of_gradients_that_autograd_has_made() -> None:
     parked = Parked()
     with parked.gradients.there(list(parked.model.parameters())):

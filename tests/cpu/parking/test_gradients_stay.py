@@ -15,6 +15,7 @@ from lightning_memopt import optimize
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.native.engine import without
 from lightning_memopt.session.parking.obstacles import obstacle
+from tests.cpu.lib.engines import needs_native
 from tests.cpu.lib.said import listening
 from tests.cpu.lib.times import Known, given
 from tests.cpu.parking.test_gradients import NEVER
@@ -133,6 +134,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@needs_native
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize("case", CASES)
 def test_a_line_says_why_gradients_stay(case: str) -> None:
@@ -172,6 +174,7 @@ def test_no_line_of_gradients_that_are_updated_early() -> None:
         assert said_by("min", backward=marked, optimizer_in_backward="always") == []
 
 
+@needs_native
 @pytest.mark.parametrize(
     ("device", "tier", "alone", "what"),
     [

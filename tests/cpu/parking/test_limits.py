@@ -28,7 +28,7 @@ from lightning_memopt.session.parked_states import StatesAtRest
 from lightning_memopt.session.parking import offloading
 from lightning_memopt.session.parking.depots import Depots
 from lightning_memopt.session.parking.offloading import Offloading
-from tests.cpu.lib.engines import elements
+from tests.cpu.lib.engines import elements, needs_native
 from tests.cpu.lib.said import listening
 from tests.cpu.lib.times import Known, given
 
@@ -263,6 +263,7 @@ RESTING: dict[str, tuple[Callable[[Any], optim.Optimizer], Callable[[], nn.Modul
 }
 
 
+@needs_native
 @pytest.mark.parametrize("kind", RESTING)
 def test_what_rests_and_what_is_saved_keep_one_budget(kind: str, taken: list[int]) -> None:
     make, model = RESTING[kind]
@@ -299,6 +300,7 @@ def test_the_budgets_that_an_error_names_are_enough_for_what_rests(kind: str, ta
         assert found.status.measured_peak_nbytes <= found.plan.budget_nbytes == options["budget"]
 
 
+@needs_native
 @pytest.mark.usefixtures("gradients_stay")
 def test_weights_that_were_never_on_the_device_count(taken: list[int]) -> None:
     """`to_device` has parked them before the run. What the budget does not hold comes home."""

@@ -26,7 +26,7 @@ from lightning_memopt.runtime.parked_states import ParkedStates
 from lightning_memopt.runtime.state_copies import parkable
 from lightning_memopt.runtime.state_dicts import ParkedState
 from lightning_memopt.runtime.tiers import DiskTier
-from tests.cpu.lib.engines import elements
+from tests.cpu.lib.engines import elements, needs_native
 from tests.cpu.lib.said import listening
 from tests.cpu.lib.times import Known, given
 
@@ -382,6 +382,7 @@ class Gan(nn.Module):
         return self.critic(made.detach() if critic_learns else made)
 
 
+@needs_native
 def test_each_of_two_optimizers_has_its_chunks() -> None:
     """A step of the critic and one of the generator: in both updates a chunk of state is there, also in the one which is not
     the last of the step.
@@ -406,6 +407,7 @@ def test_nothing_is_parked_where_the_step_fits() -> None:
     assert not status.plan.states
 
 
+@needs_native
 def test_no_more_is_parked_than_the_budget_needs() -> None:
     """Copies take time: with room for a part of state and gradients, a part of them stays."""
     most, _ = trained_by("min")

@@ -10,6 +10,7 @@ import torch
 from torch import nn, optim
 
 from lightning_memopt import optimize
+from tests.cpu.lib.engines import needs_native
 from tests.cpu.lib.said import listening
 from tests.cpu.lib.times import Known, given
 from tests.cpu.parking.test_states import Trained, away, net
@@ -20,6 +21,7 @@ def known_times(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, Known())
 
 
+@needs_native
 def test_state_of_parameters_outside_of_the_model_stays_which_a_line_says() -> None:
     model, other = net(), nn.Linear(128, 128)
     optimizer = optim.AdamW([*model.parameters(), *other.parameters()], lr=1e-3)
@@ -34,6 +36,7 @@ def test_state_of_parameters_outside_of_the_model_stays_which_a_line_says() -> N
     assert text.count("optimizer state is not parked: some parameters are not in the model that was given") == 1
 
 
+@needs_native
 def test_state_that_an_optimizer_makes_later_is_not_taken_from_the_step() -> None:
     """Two optimizers have the same parameters, and only one has stepped. What is predicted of its steps is what they take."""
     model = net()
