@@ -1,7 +1,7 @@
 """Loss heads of language models in tiles: peaks, times and bits, beside what people write by hand.
 
     python -m benchmarks tiles                    # writes results/tiles.json, a case at a time
-    python -m benchmarks tiles gpt2 --rounds 5
+    python -m benchmarks tiles gpt2 --rounds 5 --ways "ours, room"    # only that row, beside the plain step
     python -m benchmarks tiles --long --rounds 1  # heads with up to 8,192 tokens: an hour of a core, 20 GiB of memory
     python -m benchmarks tiles --table            # what is recorded, as Markdown
 
@@ -190,12 +190,12 @@ class Training:
         self._stack.close()
 
 
-def measured(head: Head, rounds: int) -> dict[str, Row]:
-    """A row for each way: all ways are trained by turns."""
+def measured(head: Head, rounds: int, these: Sequence[str] = ()) -> dict[str, Row]:
+    """A row for each way (of `these`, and for the plain one; all if there are none): they are trained by turns."""
     trainings = dict[str, Training]()
     peaks = dict[str, int]()
     try:
-        for way in ways(head):
+        for way in (way for way in ways(head) if not these or way in ("plain", *these)):
             spare = None
             if way in _SHARES:
                 spare = int(_SHARES[way] * peaks["plain"]) + trainings["plain"].state_nbytes()
@@ -251,14 +251,16 @@ def main() -> int:
     parser.add_argument("heads", nargs="*", metavar="HEAD", help=", ".join(ALL))
     parser.add_argument("--long", action="store_true", help="the heads with the most tokens")
     parser.add_argument("--rounds", type=int, default=5, help="steps that are timed")
+    parser.add_argument("--ways", nargs="*", default=(), metavar="WAY", help="measure only these, beside the plain step")
     parser.add_argument("--table", action="store_true", help="print what is recorded")
     args = parser.parse_args()
     results = json.loads(FILE.read_text()) if FILE.exists() else {}
     if not args.table:
         torch.set_num_threads(1)
         for name in args.heads or (LONG if args.long else HEADS):
-            results[name] = measured(ALL[name], args.rounds)
-            print(table({name: results[name]}), flush=True)
+            rows = measured(ALL[name], args.rounds, args.ways)
+            print(table({name: rows}), flush=True)
+            results[name] = rows if not args.ways else results.get(name, {}) | {way: rows[way] for way in args.ways}
             FILE.write_text(json.dumps(results, indent=1) + "\n")
     else:
         print(table({name: results[name] for name in ALL if name in results}))

@@ -1,7 +1,5 @@
 #include "objects.h"
 
-#include <pybind11/pybind11.h>
-
 namespace memopt {
 
 Constants constants;
@@ -17,12 +15,6 @@ bool take(PyObject* objects, const char* name, PyObject** to) {
 }
 
 }  // namespace
-
-bool has(PyObject* dictionary, PyObject* key) {
-  const int answer = PyDict_Contains(dictionary, key);
-  if (answer < 0) throw pybind11::error_already_set();
-  return answer == 1;
-}
 
 bool know(PyObject* objects) {
   PyObject *unknown = nullptr, *unshared = nullptr;

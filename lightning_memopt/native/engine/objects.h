@@ -21,9 +21,6 @@ struct Constants {
 
 extern Constants constants;
 
-// Whether a dictionary has this key.
-bool has(PyObject* dictionary, PyObject* key);
-
 // Takes all constants from a dictionary by name. Returns false with an exception if one is missing.
 bool know(PyObject* objects);
 
