@@ -109,11 +109,6 @@ def _owned_by(progress: type) -> type[Cursor]:
     return type("Cursor", (Cursor, progress), {"__slots__": ()})
 
 
-def new_numbers(native: Any) -> set[int]:
-    """An empty set of tensors or saves of the plan. `native`: the native engine, or None."""
-    return set() if native is None else native.Numbers()
-
-
 def new_cursor(native: Any) -> Cursor:
     """A cursor before the first op of a step. `native`: the native engine, or None."""
     return Cursor() if native is None else _owned_by(native.Progress)()

@@ -49,6 +49,7 @@ class Learned:
         borrows the plan of a larger batch.
     device: the training device; the session sets its index.
     native: the native engine; None where there is none.
+    numbers: makes an empty set of tensors or saves of the plan.
     templates: the templates of the ops of these forwards.
     familiar: tensor of the plan that is made before the forward -> (bytes, device) of the tensor that was last matched to it
         without further work.
@@ -61,6 +62,7 @@ class Learned:
         self.sized = sized
         self.device = torch.device(program.graph.device)
         self.native = loaded()
+        self.numbers: type[set[int]] = set if self.native is None else self.native.Numbers
         self.templates = Templates(self.native, program)
         self.familiar: dict[int, tuple[int, torch.device]] = {}
         self._spans: tuple[weakref.ref[nn.Module], Spans] | None = None

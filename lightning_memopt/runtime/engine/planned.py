@@ -18,7 +18,7 @@ from lightning_memopt.record.interrupts import raise_deferred
 from lightning_memopt.runtime import spans
 from lightning_memopt.runtime.engine.base import Engine
 from lightning_memopt.runtime.engine.checks import Checks
-from lightning_memopt.runtime.engine.cursor import NEVER, new_cursor, new_numbers
+from lightning_memopt.runtime.engine.cursor import NEVER, new_cursor
 from lightning_memopt.runtime.engine.guard import Guard
 from lightning_memopt.runtime.engine.handles import Handle, Kept
 from lightning_memopt.runtime.engine.holding import Holding, Version, can_make
@@ -69,13 +69,13 @@ class PlannedEngine(Engine):
         self.cursor = new_cursor(self.native)
         self.checks = Checks(verify)
         self.guard = Guard(len(program.graph.points))
-        active = new_numbers(self.native)
+        active = learned.numbers()
         active.update(program.resident_starts)
         self.parking = Parking(program, self.tape, self.cursor, self.checks, active, depot)
         self.holdings = PlannedHoldings(program, self.cursor, self.guard, self.parking, self.tape.versions)
-        self.turns = Turns(program, self.cursor, new_numbers(self.native))
+        self.turns = Turns(program, self.cursor, learned.numbers())
         self._names = GraphNames(program.graph)
-        self._labels = new_numbers(self.native)
+        self._labels = learned.numbers()
         """Saves of the plan that autograd made in this step, including those where it keeps the tensor itself."""
         self._due: list[int] = []
         """Tensors that cannot be rebuilt and that the plan frees at events that were passed over."""
