@@ -81,7 +81,7 @@ struct Forward {
   pybind11::bytes saving;  // for each position of the cursor: 0 if the hooks may be off there
 };
 
-// What the engine knows of a matcher, whose class derives from this one's (`new_matcher` in runtime/engine/matching.py).
+// What the engine knows of a matcher, whose class derives from this one's (`matcher_for` in runtime/engine/matching.py).
 struct Matching {
   pybind11::object native, templates;  // capsules of a `Forward` and of `Templates`; null or None where there are none
   bool capturing;

@@ -35,7 +35,7 @@ class PlanDeviation:
 
 
 class Cursor:
-    """How far a planned step has come. Its fields belong to the native engine, where that is loaded (`new_cursor`).
+    """How far a planned step has come. Its fields belong to the native engine, where that is loaded (`cursor_for`).
 
     position: number of the plan's forward op that comes next.
     furthest: the largest position at which an op was recorded so far.
@@ -104,11 +104,6 @@ class Cursor:
 
 
 @cache
-def _owned_by(progress: type) -> type[Cursor]:
-    """The class of cursors whose fields are those of `progress`, a class of the native engine."""
-    return type("Cursor", (Cursor, progress), {"__slots__": ()})
-
-
-def new_cursor(native: Any) -> Cursor:
-    """A cursor before the first op of a step. `native`: the native engine, or None."""
-    return Cursor() if native is None else _owned_by(native.Progress)()
+def cursor_for(native: Any) -> type[Cursor]:
+    """The class of cursors: their fields belong to `native`, the native engine, if there is one."""
+    return Cursor if native is None else type("Cursor", (Cursor, native.Progress), {"__slots__": ()})

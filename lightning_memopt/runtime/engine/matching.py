@@ -26,7 +26,7 @@ from lightning_memopt.torch_private import OpOverload, backward_task
 
 class Matcher(Recorder):
     """The recorder of a `PlannedEngine`. `capturing`, `native` and `templates` belong to the native engine, where that is
-    loaded (`new_matcher`).
+    loaded (`matcher_for`).
 
     program: the plan.
     cursor: how far the forward has come.
@@ -176,12 +176,6 @@ class Matcher(Recorder):
 
 
 @cache
-def _known_to(matching: type) -> type[Matcher]:
-    """The class of matchers some of whose fields are those of `matching`, a class of the native engine."""
-    return type("Matcher", (Matcher, matching), {})
-
-
-def new_matcher(owner: Owner, tape: Tape[Holding], holdings: PlannedHoldings, learned: Learned, unproven: bool) -> Matcher:
-    """The recorder of a forward that begins, or of which a part has run."""
-    kind = Matcher if learned.native is None else _known_to(learned.native.Matching)
-    return kind(owner, tape, holdings, learned, unproven)
+def matcher_for(native: Any) -> type[Matcher]:
+    """The class of matchers: some of their fields belong to `native`, the native engine, if there is one."""
+    return Matcher if native is None else type("Matcher", (Matcher, native.Matching), {})

@@ -18,12 +18,12 @@ from lightning_memopt.record.interrupts import raise_deferred
 from lightning_memopt.runtime import spans
 from lightning_memopt.runtime.engine.base import Engine
 from lightning_memopt.runtime.engine.checks import Checks
-from lightning_memopt.runtime.engine.cursor import NEVER, new_cursor
+from lightning_memopt.runtime.engine.cursor import NEVER, cursor_for
 from lightning_memopt.runtime.engine.guard import Guard
 from lightning_memopt.runtime.engine.handles import Handle, Kept
 from lightning_memopt.runtime.engine.holding import Holding, Version, can_make
 from lightning_memopt.runtime.engine.learned import Learned
-from lightning_memopt.runtime.engine.matching import Matcher, new_matcher
+from lightning_memopt.runtime.engine.matching import Matcher, matcher_for
 from lightning_memopt.runtime.engine.naming import GraphNames, Names, modified
 from lightning_memopt.runtime.engine.parking import Parking
 from lightning_memopt.runtime.engine.planned_holdings import PlannedHoldings
@@ -66,7 +66,7 @@ class PlannedEngine(Engine):
         self.learned = learned
         self.program = program = learned.program
         self.unproven = unproven
-        self.cursor = new_cursor(self.native)
+        self.cursor = cursor_for(self.native)()
         self.checks = Checks(verify)
         self.guard = Guard(len(program.graph.points))
         active = learned.numbers()
@@ -100,8 +100,11 @@ class PlannedEngine(Engine):
 
     def make_recorder(self) -> Matcher:
         recorder, self.between = self.between, None
+        if recorder is not None:
+            return recorder
         # weak, because between two calls the engine holds the recorder, and must be freed with autograd's handles
-        return recorder or new_matcher(weakref.proxy(self), self.tape, self.holdings, self.learned, self.unproven)
+        owner = weakref.proxy(self)
+        return matcher_for(self.native)(owner, self.tape, self.holdings, self.learned, self.unproven)
 
     def next_call(self) -> bool:
         """A call of the model begins. Returns whether it is the plan's next one, before any of the backward has come."""
