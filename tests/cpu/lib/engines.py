@@ -21,10 +21,10 @@ from tests.cpu.lib.observed_graph import graph_of
 Made = Callable[[], tuple[nn.Module, torch.Tensor]]
 """Makes a model and a batch, the same ones each time."""
 
+HAS_NATIVE = engine.loaded() is not None
+"""Whether the native engine is there. Without it gradients and weights are not parked: expectations of tests say so by it."""
 
-needs_native = pytest.mark.skipif(
-    engine.loaded() is None, reason="there is no native engine: MEMOPT_NATIVE=0, or it cannot be built"
-)
+needs_native = pytest.mark.skipif(not HAS_NATIVE, reason="there is no native engine: MEMOPT_NATIVE=0, or it cannot be built")
 
 
 class Step(NamedTuple):

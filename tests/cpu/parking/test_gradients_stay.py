@@ -1,4 +1,4 @@
-"""Lines that say which gradients stay on the device although a plan would park them, and why: only where bytes are missed."""
+"""Lines that say which gradients and weights stay on the device, and why: only where bytes are missed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from lightning_memopt import optimize
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.native.engine import without
 from lightning_memopt.session.parking.obstacles import obstacle
-from tests.cpu.lib.engines import needs_native
+from tests.cpu.lib.engines import HAS_NATIVE, needs_native
 from tests.cpu.lib.said import listening
 from tests.cpu.lib.times import Known, given
 from tests.cpu.parking.test_gradients import NEVER
 from tests.cpu.parking.test_states import MIB, net
+from tests.cpu.parking.test_weights import Trained
 
 Backward = Callable[[nn.Module, Any], None]
 ENGINE = "the native engine is not there. Install a C++ compiler."
@@ -148,6 +149,13 @@ def test_without_a_compiler_a_line_says_that_gradients_stay() -> None:
         assert said_by("min") == [f"(256.00 KiB): {ENGINE}"]
 
 
+def test_without_a_compiler_a_line_says_that_weights_stay() -> None:
+    with without(), listening() as said:
+        found = Trained("min")
+        text = said.taken()
+    assert not found.status.plan.weights and "weights are not parked: the native engine is not there" in text
+
+
 def test_no_line_where_the_step_fits() -> None:
     with without():
         assert said_by(64 * MIB) == []
@@ -174,12 +182,11 @@ def test_no_line_of_gradients_that_are_updated_early() -> None:
         assert said_by("min", backward=marked, optimizer_in_backward="always") == []
 
 
-@needs_native
 @pytest.mark.parametrize(
     ("device", "tier", "alone", "what"),
     [
-        ("cpu", "disk", True, None),
-        ("cuda", "host", True, None),
+        ("cpu", "disk", True, None if HAS_NATIVE else "the native engine is not there"),
+        ("cuda", "host", True, None if HAS_NATIVE else "the native engine is not there"),
         ("cuda", "disk", True, "the device cannot read a file"),
         ("cpu", "disk", False, "several processes train"),
         ("cuda", "host", False, "several processes train"),

@@ -261,17 +261,17 @@ RESTING: dict[str, tuple[Callable[[Any], optim.Optimizer], Callable[[], nn.Modul
     "frozen weights": (sgd, lora),
     "both": (adam, lora),
 }
+KINDS = "state", pytest.param("frozen weights", marks=needs_native), "both"
 
 
-@needs_native
-@pytest.mark.parametrize("kind", RESTING)
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_rests_and_what_is_saved_keep_one_budget(kind: str, taken: list[int]) -> None:
     make, model = RESTING[kind]
     plain = Trained(make, model).bits
     free = Trained(make, model, **PARKING)
     wanted = free.plan.in_tiers["disk"]
     rests = sum(each.tier_nbytes for each in (*free.plan.states, *free.plan.weights))
-    assert rests > MIB and taken[0] >= rests
+    assert rests >= MIB and taken[0] >= rests
     budgets = [free.plan.budget_nbytes]
     for share in (0.8, 0.4, 0.1):
         limit, taken[0] = int(share * wanted), 0
@@ -284,7 +284,7 @@ def test_what_rests_and_what_is_saved_keep_one_budget(kind: str, taken: list[int
     assert budgets == sorted(budgets) and budgets[-1] > budgets[0]
 
 
-@pytest.mark.parametrize("kind", RESTING)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_budgets_that_an_error_names_are_enough_for_what_rests(kind: str, taken: list[int]) -> None:
     make, model = RESTING[kind]
     asked: dict[str, Any] = dict(make=make, model=model, offload="disk", on_exceed="raise", profile_steps=1)

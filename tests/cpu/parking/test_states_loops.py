@@ -10,10 +10,13 @@ import torch
 from torch import nn, optim
 
 from lightning_memopt import optimize
-from tests.cpu.lib.engines import needs_native
+from tests.cpu.lib.engines import HAS_NATIVE
 from tests.cpu.lib.said import listening
 from tests.cpu.lib.times import Known, given
 from tests.cpu.parking.test_states import Trained, away, net
+
+PARKED = ["state"] * 4 + ["gradient"] * 4 * HAS_NATIVE
+"""Of a `net`."""
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +24,6 @@ def known_times(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, Known())
 
 
-@needs_native
 def test_state_of_parameters_outside_of_the_model_stays_which_a_line_says() -> None:
     model, other = net(), nn.Linear(128, 128)
     optimizer = optim.AdamW([*model.parameters(), *other.parameters()], lr=1e-3)
@@ -30,13 +32,12 @@ def test_state_of_parameters_outside_of_the_model_stays_which_a_line_says() -> N
             optimizer.zero_grad()
             other(model(torch.randn(512, 128))).square().mean().backward()
             optimizer.step()
-        assert run.plan is not None and [state.what for state in run.plan.states] == ["state"] * 4 + ["gradient"] * 4
+        assert run.plan is not None and [state.what for state in run.plan.states] == PARKED
         assert away(optimizer) == 8 and optimizer.state[other.weight]["exp_avg"].untyped_storage().nbytes()
         text = said.taken()
     assert text.count("optimizer state is not parked: some parameters are not in the model that was given") == 1
 
 
-@needs_native
 def test_state_that_an_optimizer_makes_later_is_not_taken_from_the_step() -> None:
     """Two optimizers have the same parameters, and only one has stepped. What is predicted of its steps is what they take."""
     model = net()
@@ -50,7 +51,7 @@ def test_state_that_an_optimizer_makes_later_is_not_taken_from_the_step() -> Non
             if i == 5:
                 status = run.status()
         assert away(adam) == 8 and away(sgd) == 4
-    assert status.plan is not None and [state.what for state in status.plan.states] == ["state"] * 4 + ["gradient"] * 4
+    assert status.plan is not None and [state.what for state in status.plan.states] == PARKED
     assert status.measured_peak_nbytes <= status.plan.predicted_peak_nbytes
 
 

@@ -461,13 +461,6 @@ def test_an_interrupt_at_any_copy_loses_nothing(what: str, monkeypatch: pytest.M
         assert elements(model.parameters()) == plain and not any(is_away(p) for p in model.parameters()), k
 
 
-def test_without_a_compiler_a_line_says_that_weights_stay() -> None:
-    with without(), listening() as said:
-        found = Trained("min")
-        text = said.taken()
-    assert not found.status.plan.weights and "weights are not parked: the native engine is not there" in text
-
-
 def test_a_plan_file_on_a_machine_without_a_compiler(tmp_path: Path) -> None:
     """A line says that its weights stay, and bits are the plain ones."""
     path = tmp_path / "plan.json"

@@ -17,9 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memopt import optimize, to_device
 from lightning_memopt.runtime.tiers.shelf import AWAY, is_away
-from tests.cpu.lib.engines import elements
+from tests.cpu.lib.engines import elements, needs_native
 from tests.cpu.lib.parked import parked_of
 from tests.cpu.lib.said import listening
+
+pytestmark = needs_native  # without it weights are not parked, and a line says so
 
 WIDTH = 32
 

@@ -8,6 +8,7 @@ import pytest
 
 from lightning_memopt.native import counter
 from lightning_memopt.trace import count_all
+from tests.cpu.lib.engines import needs_native
 from tests.cpu.lib.scripts import Interpreter
 from tests.cpu.lib.tiled_ranks import WORLD
 from tests.cpu.lib.written import needs_gloo, written
@@ -19,7 +20,7 @@ SHARDED_SAME = ("sharded", "sharded_tied", "sharded_held", "sharded_stays_held",
 SHARDED = ",".join((*SHARDED_SAME, "sharded_apart", "sharded_leaves", "sharded_changes", "sharded_late_metric"))
 TOGETHER = ",".join((*SAME, *OWN, *WHOLE, "late_metric"))
 GROUPS = (TOGETHER, SHARDED, "raises", "infeasible")
-pytestmark = [needs_gloo, pytest.mark.long]
+pytestmark = [needs_gloo, needs_native, pytest.mark.long]
 Outcome = dict[str, Any]
 
 
@@ -28,7 +29,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, package_interpreter: Inte
     """What each rank wrote, by case. No rank hung."""
     count_all(lambda _: None)
     if counter() is None:
-        pytest.skip("tiles need the native engine")
+        pytest.skip("nothing counts without a compiler")
     found = written("tiled_ranks", tmp_path_factory.mktemp("ranks"), *GROUPS, by=package_interpreter, timeout=300)
     return {name: [found[f"{group}.{rank}"][name] for rank in range(WORLD)] for group in GROUPS for name in group.split(",")}
 
