@@ -12,7 +12,7 @@ from graphs import random_steps, step, training_step
 
 from benchmarks.robustness.fuzzing.plans import random_lives
 from lightning_memopt.graph import Graph, unmodified_levels
-from lightning_memopt.plan import Life, lower, simulate, validate
+from lightning_memopt.plan import Life, LoweringError, lower, simulate, validate
 from lightning_memopt.solvers import planner
 from lightning_memopt.solvers.recompute import bound, local_search
 from lightning_memopt.solvers.recompute.draft import Change, Draft
@@ -59,6 +59,25 @@ def test_a_change_costs_what_the_simulator_says(seed: int) -> None:
             looked_at += 1
         assert tuple(draft.nbytes) == before.nbytes, "a change that is only priced changes nothing"
     assert looked_at > 20
+
+
+@pytest.mark.parametrize("thorough", [False, True])
+def test_no_walk_begins_at_a_plan_that_the_graph_does_not_have(thorough: bool) -> None:
+    """Weights that are away make solvers hold what they rebuild elsewhere; plans that were made before may rebuild it."""
+    graph = random_graph(1)
+    smallest, largest = random_lives(graph, random.Random(0), held=0.0), keep_all(graph)
+    rebuilt = {
+        op
+        for steps in lower(graph, smallest).segments.values()
+        for each in steps
+        if (op := getattr(each, "op", None)) is not None
+    }
+    held = replace(graph, ops=tuple(replace(op, recomputable=op.recomputable and op.id not in rebuilt) for op in graph.ops))
+    with pytest.raises(LoweringError):
+        lower(held, smallest)
+    limit = simulate(held, largest).predicted.peak_nbytes
+    for lives in local_search.within(held, [smallest, largest], 1, limit, thorough=thorough):
+        assert validate(held, lives, lower(held, lives)).ok
 
 
 @pytest.mark.parametrize("wide", [False, True])

@@ -57,8 +57,8 @@ def within(
     thorough: bool = False,
 ) -> Iterator[Lives]:
     """Plans within a limit, each faster than the one before, to which walks from the plans of a frontier lead. `plans` have
-    rising peaks and falling seconds; the first `fitting` of them are within the limit. `over`: whether time is up. `thorough`:
-    whether to add wide walks after the others.
+    rising peaks and falling seconds; the first `fitting` of them are within the limit. No walk begins at a plan in which an op
+    runs again that may not in this graph. `over`: whether time is up. `thorough`: whether to add wide walks after the others.
     """
     above = range(fitting, min(len(plans), fitting + _STARTS))
     nearest = range(max(0, fitting - 1), fitting)
@@ -69,7 +69,10 @@ def within(
     best: Draft | None = None
     for walks, starts in rounds:
         for i in starts:
-            start = Draft(graph, plans[i])
+            try:
+                start = Draft(graph, plans[i])
+            except LoweringError:  # a plan of the step as it is, in which more ops may run again (`held_at_boundaries`)
+                continue
             if walks.wide and best is not None and start.seconds > best.seconds:
                 continue
             draft = walks.within(start, limit_nbytes)
