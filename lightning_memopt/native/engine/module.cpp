@@ -120,7 +120,6 @@ PyObject* make_forward(PyObject*, PyObject* args) {
   const auto all = arguments(args, 8);
   auto &of_storage = expect<Versions>(all[0].ptr()), &versions = expect<Versions>(all[1].ptr());
   auto& active = expect<Numbers>(all[5].ptr());
-  of_storage.reserve(PyBytes_Size(all[7].ptr()));  // an op makes about one storage
   return capsule(
       std::unique_ptr<Forward>(new Forward{all, of_storage, versions, active, progress_of(all[4]), all[2], all[3], all[6], all[7]}));
   END_HANDLE_TH_ERRORS

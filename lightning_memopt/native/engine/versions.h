@@ -31,8 +31,6 @@ class Versions {
   bool remove(int64_t number);
   void clear();
   size_t size() const { return size_; }
-  // There will be so many addresses.
-  void reserve(size_t addresses) { far_.reserve(addresses); }
   // Those that were removed are null.
   const Entries& entries() const { return entries_; }
 
