@@ -10,12 +10,6 @@ namespace {
 
 namespace py = pybind11;
 
-int64_t number_in(py::handle object) {
-  const int64_t number = PyLong_AsLongLong(object.ptr());
-  if (number == -1 && PyErr_Occurred()) throw py::error_already_set();
-  return number;
-}
-
 PyObject* add_number(PyObject* self, PyObject* number) {
   HANDLE_TH_ERRORS
   value_of<Numbers>(self).add(number_in(number));
@@ -32,7 +26,7 @@ PyObject* discard_number(PyObject* self, PyObject* number) {
 
 PyObject* update_numbers(PyObject* self, PyObject* numbers) {
   HANDLE_TH_ERRORS
-  for (const py::handle number : py::handle(numbers)) value_of<Numbers>(self).add(number_in(number));
+  for (const py::handle number : py::handle(numbers)) value_of<Numbers>(self).add(number_in(number.ptr()));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -40,7 +34,7 @@ PyObject* update_numbers(PyObject* self, PyObject* numbers) {
 PyObject* is_disjoint(PyObject* self, PyObject* numbers) {
   HANDLE_TH_ERRORS
   for (const py::handle number : py::handle(numbers))
-    if (value_of<Numbers>(self).has(number_in(number))) Py_RETURN_FALSE;
+    if (value_of<Numbers>(self).has(number_in(number.ptr()))) Py_RETURN_FALSE;
   Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
 }

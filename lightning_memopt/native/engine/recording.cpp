@@ -92,8 +92,6 @@ class Slot {
  public:
   // Returns whether the class has it; if not, with an exception.
   bool find(PyObject* type, const char* name);
-  // Borrowed; null if it was never set.
-  PyObject* get(PyObject* object) const { return *at(object); }
   // Takes the reference to `value`.
   void set(PyObject* object, PyObject* value) const {
     PyObject* const before = *at(object);

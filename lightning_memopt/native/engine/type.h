@@ -16,6 +16,13 @@ namespace memopt {
 // An optional number that Python sees as an int or None.
 constexpr int64_t kNone = INT64_MIN;
 
+// The number of an int. Throws if it is none, or does not fit.
+inline int64_t number_in(PyObject* object) {
+  const int64_t number = PyLong_AsLongLong(object);
+  if (number == -1 && PyErr_Occurred()) throw pybind11::error_already_set();
+  return number;
+}
+
 template <typename T>
 struct Object {
   PyObject_HEAD

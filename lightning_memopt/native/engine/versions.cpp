@@ -10,12 +10,6 @@ namespace {
 
 namespace py = pybind11;
 
-int64_t number_in(PyObject* key) {
-  const int64_t number = PyLong_AsLongLong(key);
-  if (number == -1 && PyErr_Occurred()) throw py::error_already_set();
-  return number;
-}
-
 PyObject* get_version(PyObject* self, PyObject* key) {
   HANDLE_TH_ERRORS
   const Version* const version = value_of<Versions>(self).at(number_in(key));

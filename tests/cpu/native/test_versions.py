@@ -41,7 +41,9 @@ def held(module: Any) -> tuple[Any, weakref.ref[Thing]]:
 
 
 def test_versions_are_kept_as_by_a_dictionary(module: Any) -> None:
-    draw, own, expected = random.Random(1), module.Versions(), dict[int, StorageVersion[Holding]]()
+    draw = random.Random(1)
+    own = module.Versions()
+    expected = dict[int, StorageVersion[Holding]]()
     keys = [-1, 0, *draw.sample(range(2000), 100), (1 << 20) - 1, *(64 * draw.randrange(1 << 40) for _ in range(200))]
     for _ in range(5000):
         key = draw.choice(keys)
@@ -96,17 +98,19 @@ def test_versions_are_kept_and_let_go_of(module: Any) -> None:
 
 
 def test_numbers_are_kept_as_by_a_set(module: Any) -> None:
-    draw, own, expected = random.Random(2), module.Numbers(), set[int]()
+    draw = random.Random(2)
+    own = module.Numbers()
+    expected = set[int]()
     for _ in range(3000):
-        some = [draw.randrange(-1, 200) for _ in range(draw.randrange(4))]
+        several = [draw.randrange(-1, 200) for _ in range(draw.randrange(4))]
         number = draw.randrange(-1, 200)
         change = draw.choice(("add", "discard", "update"))
         for each in (own, expected):
-            getattr(each, change)(some if change == "update" else number)
+            getattr(each, change)(several if change == "update" else number)
         assert (
             (number in own) == (number in expected)
             and len(own) == len(expected)
-            and own.isdisjoint(some) == expected.isdisjoint(some)
+            and own.isdisjoint(several) == expected.isdisjoint(several)
         )
     assert [n for n in range(-1, 300) if n in own] == list(own) == sorted(expected) and None not in own
 

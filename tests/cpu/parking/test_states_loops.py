@@ -70,7 +70,7 @@ def test_state_that_no_update_makes_is_not_parked_until_one_does() -> None:
     """No budget is said to be kept by parking what is nowhere. When the second part gets gradients, its state leaves, too."""
     model = _Spare()
     optimizer = optim.AdamW(model.parameters(), lr=1e-3)
-    found = []
+    parts_parked = []
     with optimize(model, optimizer, budget="min", offload="disk", max_slowdown=1e6) as run:
         for i in range(12):
             optimizer.zero_grad()
@@ -79,9 +79,9 @@ def test_state_that_no_update_makes_is_not_parked_until_one_does() -> None:
             if i in (5, 11):
                 plan = run.plan
                 assert plan is not None
-                found.append({state.parameter.split(".")[0] for state in plan.states if state.what == "state"})
+                parts_parked.append({state.parameter.split(".")[0] for state in plan.states if state.what == "state"})
                 assert away(optimizer) == len(optimizer.state)  # both moments of each weight; biases are too small
-    assert found == [{"used"}, {"used", "spare"}]
+    assert parts_parked == [{"used"}, {"used", "spare"}]
 
 
 def test_state_is_made_in_the_order_of_the_plain_run() -> None:
