@@ -230,6 +230,14 @@ def accumulation_hooks(p: torch.Tensor) -> list[Any]:
     return list((getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
+def remove_accumulation_hook(parameters: Iterable[torch.Tensor], hook: Callable[..., None]) -> None:
+    """Remove this hook of leaves, however often it was registered: an interrupt may come before there is a handle of it."""
+    for p in parameters:
+        hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
+        for key in [key for key, other in hooks.items() if other == hook]:
+            del hooks[key]
+
+
 def has_backward_hooks(module: torch.nn.Module) -> bool:
     """Whether hooks of this module run in backward."""
     return bool(module._backward_hooks or module._backward_pre_hooks)

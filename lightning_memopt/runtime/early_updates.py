@@ -26,7 +26,7 @@ from lightning_memopt.record import Seams, is_registered, parameters_of, uncompi
 from lightning_memopt.runtime.between import Between, Snapshot, Touched
 from lightning_memopt.runtime.gradients import Told, reads_of_gradients
 from lightning_memopt.runtime.reduced import Reduced
-from lightning_memopt.torch_private import backward_keeps_graph, gradient_of
+from lightning_memopt.torch_private import backward_keeps_graph, gradient_of, remove_accumulation_hook
 
 Completed = Callable[[torch.Tensor], contextlib.AbstractContextManager[None] | None]
 """Called with a parameter whose gradient is complete. Returns the context of its update, or None."""
@@ -175,6 +175,7 @@ class EarlyUpdates:
         self._raw = step_without_hooks(type(optimizer)) or type(optimizer).step
         self._lock = threading.RLock()
         self._handles: list[Any] = []
+        self._hooked: list[torch.Tensor] = []
         self._groups: dict[int, dict[str, Any]] = {}
         self._options: Options = []
         self._final: Completed | None = None
@@ -212,7 +213,9 @@ class EarlyUpdates:
         self._options = options_of(self.optimizer)
         params = parameters_of(self.optimizer)
         # registered in every step, to run after the user's hooks, which see the gradient; copies of the model do not get them
-        self._handles = [p.register_post_accumulate_grad_hook(self._hook) for p in params if p.requires_grad and p.is_leaf]
+        self._hooked = [p for p in params if p.requires_grad and p.is_leaf]
+        for p in self._hooked:
+            p.register_post_accumulate_grad_hook(self._hook)
         self._handles.append(self.optimizer.register_load_state_dict_post_hook(self._loads))
         self._handles.append(self.optimizer.register_state_dict_pre_hook(partial(self._saves, touched)))
         try:
@@ -308,6 +311,8 @@ class EarlyUpdates:
         self.stop_reading()
         while self._handles:
             self._handles.pop().remove()
+        remove_accumulation_hook(self._hooked, self._hook)
+        self._hooked = []
         if self.updated and not self.over:  # the step is given up, and so are its gradients
             self.freed.clear()
         self.updated.clear()

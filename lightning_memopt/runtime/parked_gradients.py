@@ -37,7 +37,7 @@ from lightning_memopt.record.tensors import bytes_of, in_shared_memory, is_forei
 from lightning_memopt.runtime.tiers.exchanged import NOTHING, Exchanged
 from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, on_shelf, storage_on
 from lightning_memopt.runtime.tiers.streams import OwnStreams, copy, marked, queued_on
-from lightning_memopt.torch_private import accumulation_hooks, gradient_of, queue_callback, storage_id
+from lightning_memopt.torch_private import accumulation_hooks, gradient_of, queue_callback, remove_accumulation_hook, storage_id
 
 _PACKAGE = __name__.partition(".")[0]
 _ONLY_READ = (optim.Adam, optim.AdamW)
@@ -215,7 +215,13 @@ class ParkedGradients:
         self._shelf = Shelf(self.tier_nbytes, directory, self._parameters[0].device, limit_nbytes)
         self.nbytes = {id(p): n for p, n in nbytes.items()}
         self.places = {key: _Place(self._shelf, n) for key, n in self.nbytes.items()}
-        self._hooks = {id(p): _listened(p, self._accumulated) for p in self._parameters}
+        self._hooked = {id(p): p for p in self._parameters}
+        try:
+            for p in self._parameters:
+                _listen(p, self._accumulated)
+        except BaseException:  # an interrupt, too
+            self._stop_listening(self._hooked)
+            raise
         self._later: frozenset[int] = frozenset()
         self._turns: frozenset[int] = frozenset()
         self._leaving: tuple[torch.Tensor, _Place, _Leaving] | None = None
@@ -300,14 +306,13 @@ class ParkedGradients:
         self.leave()
         self._parameters = [p for p in self._parameters if p in parameters]
         kept = set(map(id, self._parameters))
-        self._stop_listening(self._hooks.keys() - kept)
+        self._stop_listening(self._hooked.keys() - kept)
         self._bring_home(self.places.keys() - kept)
         self.places = {key: place for key, place in self.places.items() if key in kept}
         self.nbytes = {key: self.nbytes[key] for key in self.places}
 
     def _stop_listening(self, keys: Iterable[int]) -> None:
-        for key in tuple(keys):
-            self._hooks.pop(key).remove()
+        remove_accumulation_hook([self._hooked.pop(key) for key in tuple(keys)], self._accumulated)
 
     def before_fork(self) -> None:
         if all(on_host(p.device) for p in self._parameters):
@@ -316,7 +321,7 @@ class ParkedGradients:
     def close(self) -> None:
         """Q2. May be called again."""
         self.leave()
-        self._stop_listening(self._hooks)
+        self._stop_listening(self._hooked)
         if self._bring_home(self.places):
             self._shelf.close()
         else:
@@ -345,11 +350,11 @@ def has_hooks_of_others(p: torch.Tensor) -> bool:
     return any(not str(hook.__module__).startswith(f"{_PACKAGE}.") for hook in accumulation_hooks(p))
 
 
-def _listened(p: torch.Tensor, accumulated: Callable[[torch.Tensor], None]) -> Any:
-    """A handle on this hook of a parameter, which may be frozen for now: a loop that trains two networks in turns does so."""
+def _listen(p: torch.Tensor, accumulated: Callable[[torch.Tensor], None]) -> None:
+    """Register this hook of a parameter, which may be frozen for now: a loop that trains two networks in turns does so."""
     is_trained = p.requires_grad
     try:
-        return p.requires_grad_(True).register_post_accumulate_grad_hook(accumulated)
+        p.requires_grad_(True).register_post_accumulate_grad_hook(accumulated)
     finally:
         p.requires_grad_(is_trained)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from lightning_memopt.record import Recorder, is_plain, uncompiled
 from lightning_memopt.record.tensors import is_foreign
 from lightning_memopt.runtime.early_updates import Reason
 from lightning_memopt.runtime.parked_gradients import may_be_parked
-from lightning_memopt.torch_private import gradient_of
+from lightning_memopt.torch_private import gradient_of, remove_accumulation_hook
 from lightning_memopt.trace import Tracer
 
 _LEAST_NBYTES = 512
@@ -50,14 +49,18 @@ class Accumulated:
         self._recorder = recorder
         self._seen: dict[str, tuple[int, int]] = {}  # name -> (version of the gradient's storage, point)
         self._earlier: set[str] = set()  # those that are there before the round has accumulated any
-        for name, p in model.named_parameters():
-            if p.requires_grad and p.is_leaf and p.nbytes >= _LEAST_NBYTES:
-                if gradient_of(p) is not None:
-                    self._earlier.add(name)
-                listening.callback(p.register_post_accumulate_grad_hook(partial(self._accumulated, name)).remove)
+        leaves = {name: p for name, p in model.named_parameters() if p.requires_grad and p.is_leaf}
+        leaves = {name: p for name, p in leaves.items() if p.nbytes >= _LEAST_NBYTES}
+        self._names = {id(p): name for name, p in leaves.items()}
+        listening.callback(remove_accumulation_hook, leaves.values(), self._accumulated)
+        for name, p in leaves.items():
+            if gradient_of(p) is not None:
+                self._earlier.add(name)
+            p.register_post_accumulate_grad_hook(self._accumulated)
 
     @uncompiled
-    def _accumulated(self, name: str, p: torch.Tensor) -> None:
+    def _accumulated(self, p: torch.Tensor) -> None:
+        name = self._names[id(p)]
         self._earlier.discard(name)
         gradient = gradient_of(p)
         if gradient is None:

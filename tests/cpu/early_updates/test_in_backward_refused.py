@@ -193,6 +193,35 @@ def test_f7_exception_in_backward(updates: list[Tensor]) -> None:
         assert len(updates) == count + 10
 
 
+def test_an_interrupt_while_hooks_are_registered_leaves_none(monkeypatch: pytest.MonkeyPatch, updates: list[Tensor]) -> None:
+    """Ctrl-C may come when torch has registered a hook, before anybody has a handle of it: the next step is an ordinary one."""
+    model = made(Body)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    options: dict[str, Any] = dict(budget="min", optimizer_in_backward="always", profile_steps=1, verbose=False)
+    with leaves_nothing(model), optimize(model, optimizer, **options) as run:
+        plain(model, run, optimizer, WIDE[:3])
+        count = len(updates)
+        register, registered = torch.Tensor.register_post_accumulate_grad_hook, list[Tensor]()
+
+        def interrupted(p: Tensor, hook: Any) -> None:
+            register(p, hook)
+            registered.append(p)
+            if len(registered) == 3:
+                raise KeyboardInterrupt
+
+        loss = squares(model, WIDE[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "register_post_accumulate_grad_hook", interrupted)
+            with pytest.raises(KeyboardInterrupt), run.last_backward():
+                loss.backward()
+        assert len(registered) == 3
+        registered.clear()
+        del loss
+        optimizer.zero_grad()
+        plain(model, run, optimizer, WIDE[:1])
+        assert len(updates) == count + 6
+
+
 def aside(model: Any, h: Tensor) -> Tensor:
     """A log: it reads neither weights nor what has a gradient."""
     torch.zeros(3).clone().add_(h.detach().mean().clone())

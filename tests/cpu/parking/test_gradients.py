@@ -21,6 +21,7 @@ from lightning_memopt.native.engine import loaded
 from lightning_memopt.runtime import parked_gradients
 from lightning_memopt.runtime.parked_gradients import ParkedGradients
 from lightning_memopt.runtime.tiers.shelf import AWAY, Shelf, is_away
+from lightning_memopt.torch_private import accumulation_hooks
 from tests.cpu.lib.engines import elements, needs_native
 from tests.cpu.lib.said import listening
 from tests.cpu.lib.times import Known, given
@@ -477,3 +478,18 @@ def test_a_later_run_counts_the_state_that_an_earlier_one_had_parked() -> None:
         assert status.plan is not None and status.measured_peak_nbytes is not None
         assert status.plan.unmodified_peak_nbytes > 4 * weights  # with gradients and two states
         assert weights < status.measured_peak_nbytes <= status.plan.predicted_peak_nbytes
+
+
+def test_an_interrupt_while_hooks_are_registered_parks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C may come when torch has registered a hook, before anybody has a handle of it."""
+    model = net()
+    register = Tensor.register_post_accumulate_grad_hook
+
+    def interrupted(p: Tensor, hook: Any) -> None:
+        register(p, hook)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Tensor, "register_post_accumulate_grad_hook", interrupted)
+        ParkedGradients(optim.SGD(model.parameters(), lr=0.1), {p: p.nbytes for p in model.parameters()}, None, print)
+    assert not any(map(accumulation_hooks, model.parameters()))
