@@ -51,7 +51,8 @@ _WARM = 8
 class Head(NamedTuple):
     """classes, width: of the head. tokens: of a batch. capped: logits are soft-capped. frozen: so is the head's weight.
 
-    smoothing: of labels. dtype: of the whole model.
+    smoothing: of labels. picked: the loss reads log-probabilities of labels by `gather`, as preference and policy losses do.
+    dtype: of the whole model.
     """
 
     classes: int
@@ -60,6 +61,7 @@ class Head(NamedTuple):
     capped: bool = False
     frozen: bool = False
     smoothing: float = 0.0
+    picked: bool = False
     dtype: torch.dtype = torch.float32
 
 
@@ -70,6 +72,7 @@ HEADS = {
     "llama 2": Head(32_000, 128, 2048),
     "llama 2, frozen": Head(32_000, 128, 2048, frozen=True),
     "llama 2, smoothed": Head(32_000, 128, 2048, smoothing=0.1),
+    "llama 2, picked": Head(32_000, 128, 2048, picked=True),
     "llama 2, bfloat16": Head(32_000, 128, 2048, dtype=torch.bfloat16),
     "llama 3": Head(128_256, 128, 1024),
     "llama 3, frozen": Head(128_256, 128, 1024, frozen=True),
@@ -98,7 +101,7 @@ class Model(nn.Module):
     def __init__(self, head: Head, way: str) -> None:
         super().__init__()
         self.way = way
-        self.capped, self.smoothing = head.capped, head.smoothing
+        self.capped, self.smoothing, self.picked = head.capped, head.smoothing, head.picked
         self.tokens = head.tokens
         self.embedding = nn.Embedding(1024, head.width)
         self.blocks = nn.ModuleList(
@@ -112,6 +115,9 @@ class Model(nn.Module):
         logits = self.head(x)
         if self.capped:
             logits = torch.tanh(logits / 30.0) * 30.0
+        if self.picked:
+            scores = F.log_softmax(logits, -1).gather(-1, labels[:, None])
+            return -scores.sum() if reduction == "sum" else -scores.mean()
         return F.cross_entropy(logits, labels, reduction=reduction, label_smoothing=self.smoothing)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -131,7 +137,11 @@ class Model(nn.Module):
 
 def ways(head: Head) -> list[str]:
     """The ways in which this head can be trained here."""
-    theirs = ["linear_cross_entropy"] if hasattr(F, "linear_cross_entropy") and not head.capped and not head.smoothing else []
+    theirs = (
+        ["linear_cross_entropy"]
+        if hasattr(F, "linear_cross_entropy") and not (head.capped or head.smoothing or head.picked)
+        else []
+    )
     return ["plain", "checkpoint", "chunked loop", *theirs, "ours, whole", "ours, tiles", "ours, half", "ours, room"]
 
 

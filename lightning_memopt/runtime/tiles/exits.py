@@ -13,14 +13,12 @@ from typing import Any
 import torch
 
 from lightning_memopt.record.tensors import tensors_in
-from lightning_memopt.runtime.tiles.kinds import LogSoftmax, alone, on_rows
+from lightning_memopt.runtime.tiles.kinds import LogSoftmax, Noting, alone, on_rows
 from lightning_memopt.runtime.tiles.recipes import Recipe, Seen, Span, around, run_whole, seen_in, spans, tiles
 from lightning_memopt.runtime.tiles.rules import may_be_lost, meta, reducing
 from lightning_memopt.torch_private import OpOverload
 
 _ATEN = torch.ops.aten
-_ROWS = 64
-"""Number of rows of a tile, where the loss has run on whole tensors."""
 
 
 class Exit:
@@ -33,9 +31,10 @@ class Exit:
 
     columns = False
 
-    def __init__(self, func: OpOverload, args: Sequence[Any], reads: Seen) -> None:
+    def __init__(self, func: OpOverload, args: Sequence[Any], reads: Seen, kwargs: dict[str, Any] | None = None) -> None:
         self._func = func
         self._args = tuple(args)
+        self._kwargs = kwargs or {}
         self.reads = reads
 
     @property
@@ -47,23 +46,23 @@ class Exit:
         """The views of recipes' results that it reads, one for each time."""
         return seen_in(self._args)
 
-    def run(self, size: int, notes: bool, rows: int | None = None) -> Any:
-        """The results of the op, in tiles of `size` rows or columns, on all rows or on the first `rows`. `notes`: a gradient
-        will be made by columns.
+    def run(self, size: int, noting: int, rows: int | None = None) -> Any:
+        """The results of the op, in tiles of `size` rows or columns, on all rows or on the first `rows`. `noting`: a
+        gradient is made by columns, and what it needs of each row may be noted in tiles of so many rows; 0: none is.
         """
         raise NotImplementedError
 
     def whole(self, made: dict[int, torch.Tensor]) -> Any:
         """The results of the op on whole tensors. `made`: see `run_whole`."""
-        return run_whole(self._func, self._args, {}, made)
+        return run_whole(self._func, self._args, self._kwargs, made)
 
     def part(self, rows: int) -> Any:
         """The results of the op on the first rows, as flat as tiles are."""
-        return self.run(rows, notes=False, rows=rows)
+        return self.run(rows, noting=0, rows=rows)
 
-    def gives(self, result: Any, rows: int | None, size: int, alike: Any) -> bool:
+    def gives(self, result: Any, rows: int | None, noting: int, size: int, alike: Any) -> bool:
         """Whether tiles of this size give this result, of `whole` or of `part(rows)`. `alike`: compares two tensors."""
-        return all(map(alike, tensors_in(self.run(size, notes=True, rows=rows)), tensors_in(result)))
+        return all(map(alike, tensors_in(self.run(size, noting, rows)), tensors_in(result)))
 
 
 class Loss(Exit):
@@ -72,11 +71,11 @@ class Loss(Exit):
     It also notes what tiles of columns need of each row.
     """
 
-    def run(self, size: int, notes: bool, rows: int | None = None) -> Any:
+    def run(self, size: int, noting: int, rows: int | None = None) -> Any:
         scores, target, weight, reduction, ignored = self._args
         recipe: Recipe = scores.recipe
         n = scores.rows if rows is None else rows
-        if notes and isinstance(recipe, LogSoftmax) and scores.is_whole and not recipe.is_noted:
+        if noting and isinstance(recipe, LogSoftmax) and scores.is_whole and not recipe.is_noted:
             recipe.expect()
         first = torch.where(target == ignored, 0, target)[:, None]
         picked = torch.empty(n, 1, dtype=recipe.like.dtype, device=recipe.device)
@@ -92,21 +91,21 @@ class Loss(Exit):
 class Reduction(Exit):
     """An op that makes something smaller of each row: a maximum, a sum, the score of a class."""
 
-    def __init__(self, func: OpOverload, args: Sequence[Any], dim_at: int) -> None:
-        super().__init__(func, args, args[0])
+    def __init__(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], dim_at: int) -> None:
+        super().__init__(func, args, args[0], kwargs)
         self._dim_at = dim_at
 
-    def run(self, size: int, notes: bool, rows: int | None = None) -> Any:
+    def run(self, size: int, noting: int, rows: int | None = None) -> Any:
         def make(seen: Seen) -> torch.Tensor:
             return tiles([seen], span)[0]
 
         parts = []
         for span in spans(self.reads.rows if rows is None else rows, size):
-            parts.append(tensors_in(on_rows(self._func, self._args, {}, self._dim_at, make, span)))
+            parts.append(tensors_in(on_rows(self._func, self._args, self._kwargs, self._dim_at, make, span)))
         results = [torch.cat(each) for each in zip(*parts, strict=True)]
         if rows is not None:
             return results
-        like = self._func(*map(meta, self._args))
+        like = self._func(*map(meta, self._args), **self._kwargs)
         results = [each.view(t.size()) for each, t in zip(results, tensors_in(like), strict=True)]
         return results[0] if isinstance(like, torch.Tensor) else tuple(results)
 
@@ -136,24 +135,22 @@ class Gradient(Exit):
         (made,) = tiles([self.reads.recipe.all if self.columns else self.reads], span)
         self._write(out, made)
 
-    def _note(self) -> None:
-        """Note what tiles of columns need of each row, where no loss has done so."""
+    def _note(self, size: int) -> None:
+        """Note what tiles of columns need of each row, in tiles of `size` rows, where no loss has done so."""
         for recipe in around(self.reads.recipe) if self.columns else ():
-            if isinstance(recipe, LogSoftmax) and not recipe.is_noted:
-                recipe.expect()
-                for span in spans(recipe.rows, _ROWS):
-                    tiles([recipe.all], span)
+            if isinstance(recipe, Noting) and not recipe.is_noted:
+                recipe.note(size)
 
-    def run(self, size: int, notes: bool, rows: int | None = None) -> torch.Tensor:
-        self._note()
+    def run(self, size: int, noting: int, rows: int | None = None) -> torch.Tensor:
+        self._note(noting)
         n = self.n if rows is None else rows
         out = self._empty(n)
         for span in spans(n, size, self.columns):
             self.into(out[span.first : span.end], span)
         return out
 
-    def gives(self, result: Any, rows: int | None, size: int, alike: Any) -> bool:
-        self._note()
+    def gives(self, result: Any, rows: int | None, noting: int, size: int, alike: Any) -> bool:
+        self._note(noting)
         for span in spans(self.n if rows is None else rows, size, self.columns):
             whole = result[span.first : span.end]
             part = torch.empty_like(whole)
@@ -195,18 +192,23 @@ class ColumnSum(Gradient):
     def _write(self, out: torch.Tensor, made: torch.Tensor) -> None:
         out.copy_(self._func(made, [0]))
 
-    def run(self, size: int, notes: bool, rows: int | None = None) -> torch.Tensor:
-        out = super().run(size, notes, rows)
+    def run(self, size: int, noting: int, rows: int | None = None) -> torch.Tensor:
+        out = super().run(size, noting, rows)
         return out.view(*(1 for _ in self.reads.size[1:]), -1) if self._keeps_dims else out
 
-    def gives(self, result: Any, rows: int | None, size: int, alike: Any) -> bool:
-        return super().gives(result.view(-1), rows, size, alike)
+    def gives(self, result: Any, rows: int | None, noting: int, size: int, alike: Any) -> bool:
+        return super().gives(result.view(-1), rows, noting, size, alike)
 
 
-def exit_for(func: OpOverload, args: Sequence[Any]) -> Exit | None:
-    """How an op that reads results of recipes can run in tiles although its own result is whole; None if it cannot. `args`: as
-    `seen` gives them.
+def exit_for(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Exit | None:
+    """How an op that reads results of recipes can run in tiles although its own result is whole; None if it cannot. `args`,
+    `kwargs`: as `seen` gives them.
     """
+    at = reducing(func, args, kwargs)
+    if at is not None:
+        return Reduction(func, args, kwargs, at)
+    if kwargs:
+        return None
     if func is _ATEN.nll_loss_forward.default and may_be_lost(args) and args[0].has_rows:
         return Loss(func, args, args[0])
     if func is _ATEN.mm.default and type(args[0]) is Seen and isinstance(args[1], torch.Tensor):
@@ -214,8 +216,7 @@ def exit_for(func: OpOverload, args: Sequence[Any]) -> Exit | None:
         return Product(func, args) if by_columns or args[0].has_rows else None
     if func is _ATEN.sum.dim_IntList and type(args[0]) is Seen and _is_over_rows(args[0], args[1]):
         return ColumnSum(func, args) if args[0].is_whole and args[0].recipe.by_columns else None
-    at = reducing(func, args)
-    return None if at is None else Reduction(func, args, at)
+    return None
 
 
 def _is_over_rows(seen: Seen, dims: Any) -> bool:

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from lightning_memopt.runtime.tiles.recipes import Make, Recipe, Seen, Span, rows_at, tiles
+from lightning_memopt.runtime.tiles.recipes import Make, Recipe, Seen, Span, rows_at, spans, tiles
 from lightning_memopt.torch_private import OpOverload
 
 _PAD = 16
-"""Columns added to a tile for the sum of the gradients of the other columns. Kernels work on vectors of at most so many."""
+"""Columns added to a tile for what belongs to the other columns of the row. Kernels work on vectors of at most so many."""
 _NEGLIGIBLE = -1e9
 """A log-probability whose exponential is 0."""
 
@@ -72,11 +72,6 @@ class Pointwise(Recipe):
 
     __slots__ = ()
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        padded = any(isinstance(s.recipe, LossGradient) for s in self.reads)  # the tiles of columns of a loss's gradient are
-        self.by_columns = self.by_columns and not padded
-
     def tile(self, make: Make, span: Span) -> torch.Tensor:
         def part(value: Any) -> Any:
             if type(value) is Seen:
@@ -120,7 +115,45 @@ def on_rows(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], dim_a
     return func(*given, **{k: part(v) for k, v in kwargs.items()})
 
 
-class LogSoftmax(Recipe):
+class Scatter(Rowwise):
+    """An op that writes to some entries of each row, or adds to them: a scatter."""
+
+    __slots__ = ()
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.by_columns = all(s.recipe.by_columns for s in self.reads)
+
+    def tile(self, make: Make, span: Span) -> torch.Tensor:
+        if not span.columns:
+            return super().tile(make, span)
+        to, _, index, values = self.args
+        if isinstance(values, torch.Tensor) and values.dim():
+            values = values.flatten(0, -2)
+        result: torch.Tensor = self.func(_widened(make(to), 0), 1, _places(index.flatten(0, -2), span), values, **self.kwargs)
+        return result[:, : span.n]
+
+
+class Noting(Recipe):
+    """A recipe whose tiles of columns need numbers of each row, which are noted before."""
+
+    __slots__ = ()
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether the numbers of all rows are known."""
+        raise NotImplementedError
+
+    def note(self, size: int) -> None:
+        """Note them, in tiles of `size` rows."""
+        raise NotImplementedError
+
+    def _numbers(self) -> torch.Tensor:
+        """A number for each row, to be written; as (rows, 1)."""
+        return torch.empty(self.rows, 1, dtype=self.like.dtype, device=self.device)
+
+
+class LogSoftmax(Noting):
     """The logarithm of the softmax over the columns.
 
     top, log_sum: per row, the maximum, and the logarithm of the sum of exponentials, as (rows, 1); None until `expect`. They
@@ -137,13 +170,17 @@ class LogSoftmax(Recipe):
 
     def expect(self) -> None:
         """Tiles of all rows are about to be made, one by one: note their numbers."""
-        self.top, self.log_sum = (torch.empty(self.rows, 1, dtype=self.like.dtype, device=self.device) for _ in range(2))
+        self.top, self.log_sum = self._numbers(), self._numbers()
         self._next = 0
 
     @property
     def is_noted(self) -> bool:
-        """Whether the numbers of all rows are known."""
         return self.top is not None and self._next == self.rows
+
+    def note(self, size: int) -> None:
+        self.expect()
+        for span in spans(self.rows, size):
+            tiles([self.all], span)
 
     def tile(self, make: Make, span: Span) -> torch.Tensor:
         if span.columns:
@@ -184,17 +221,20 @@ class LossGradient(Recipe):
         return self.tile(unread, Span(0, self.rows))
 
     def tile(self, make: Make, span: Span) -> torch.Tensor:
-        gradient, _, target, weight, reduction, ignored, total = self.args
         if span.columns:
-            padded = torch.zeros(self.rows, span.n + _PAD, dtype=self.like.dtype, device=self.device)
-            at = target - span.first
-            at = torch.where((at >= 0) & (at < span.n), at, span.n)
-            return padded.scatter_(1, at[:, None], self.of_targets())
+            return self.padded(span)[:, : span.n]
+        gradient, _, target, weight, reduction, ignored, total = self.args
         if gradient.dim():
             gradient = span.of(gradient)
         shape = self._shape(span.n, self.columns)
         result: torch.Tensor = self.func(gradient, shape, span.of(target), weight, reduction, ignored, total)
         return result
+
+    def padded(self, span: Span) -> torch.Tensor:
+        """A tile of columns, followed by columns of which the first one has the gradients of targets in other columns."""
+        target = self.args[2]
+        made = torch.zeros(self.rows, span.n + _PAD, dtype=self.like.dtype, device=self.device)
+        return made.scatter_(1, _places(target, span)[:, None], self.of_targets())
 
     def of_targets(self) -> torch.Tensor:
         """The gradient at each row's target, as (rows, 1): the op on matrices of one column."""
@@ -212,22 +252,68 @@ class LossGradient(Recipe):
         return []
 
 
-class LogSoftmaxGradient(Recipe):
-    """The gradient of what `LogSoftmax` reads."""
+class LogSoftmaxGradient(Noting):
+    """The gradient of what `LogSoftmax` reads: `g - exp(scores) * sum(g)`, where `g` is the gradient of the scores.
 
-    __slots__ = ()
+    sums: per row, the sum of `g`, as the kernel adds it up, as (rows, 1); None until `note`.
+    """
+
+    __slots__ = ("sums",)
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        gradient, scores = self.args[0].recipe, self.args[1].recipe
-        self.by_columns = self.by_columns and isinstance(gradient, LossGradient) and isinstance(scores, LogSoftmax)
+        self.by_columns = self.by_columns and isinstance(self.args[1].recipe, LogSoftmax)
+        self.sums: torch.Tensor | None = None
+
+    @property
+    def is_noted(self) -> bool:
+        return self._loss is not None or self.sums is not None
+
+    @property
+    def _loss(self) -> LossGradient | None:
+        """Where `g` comes from, if it is a loss of one target a row: then the padding of each tile has the rest of the sum."""
+        gradient = self.args[0]
+        return gradient.recipe if isinstance(gradient.recipe, LossGradient) and gradient.is_whole else None
+
+    def note(self, size: int) -> None:
+        gradient, _, _, dtype = self.args
+        sums = self._numbers()
+        for span in spans(self.rows, size):
+            # where g is -0 and the score is 0, the result is the sum, negated. Adding -0 changes no number.
+            wide = _widened(tiles([gradient], span)[0], -0.0)
+            torch.neg(self.func(wide, torch.zeros_like(wide), 1, dtype)[:, -1:], out=span.of(sums))
+        self.sums = sums
 
     def tile(self, make: Make, span: Span) -> torch.Tensor:
         gradient, scores, _, dtype = self.args
-        # for a tile of columns: the kernel adds up the gradients of a row, and those of other columns are in the padding
-        of_scores = scores.recipe.padded(make, span) if span.columns else make(scores)
-        result: torch.Tensor = self.func(make(gradient), of_scores, 1, dtype)
-        return result[:, : span.n] if span.columns else result
+        if not span.columns:
+            of_rows: torch.Tensor = self.func(make(gradient), make(scores), 1, dtype)
+            return of_rows
+        if self._loss is not None:
+            of_loss: torch.Tensor = self.func(self._loss.padded(span), scores.recipe.padded(make, span), 1, dtype)
+            return of_loss[:, : span.n]
+        assert self.sums is not None, "the sums were noted before"
+        of_scores = _widened(make(scores), _NEGLIGIBLE)
+        one = torch.full_like(of_scores, -0.0)
+        one[:, -1] = 1
+        # the exponentials as the kernel computes them, negated. It subtracts their products with the sums in one rounding.
+        exponentials = self.func(one, of_scores, 1, dtype)[:, : span.n]
+        del of_scores, one
+        return torch.addcmul(make(gradient), exponentials, self.sums)
+
+
+def _widened(tile: torch.Tensor, padding: float) -> torch.Tensor:
+    """The tile, followed by columns of `padding`."""
+    n = tile.size(1)
+    wide = tile.new_full((tile.size(0), n + _PAD), padding)
+    wide[:, :n] = tile
+    return wide
+
+
+def _places(index: torch.Tensor, span: Span) -> torch.Tensor:
+    """Where columns are in a tile of columns; those of other columns are in its padding, behind it."""
+    at = index - span.first
+    return torch.where((at >= 0) & (at < span.n), at, span.n)
 
 
 class Placed(Recipe):

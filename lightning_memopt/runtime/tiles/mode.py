@@ -235,7 +235,7 @@ class TileMode(Outside):
         name = name_of(func, values)
         if _is_view(func) or not all(s.recipe.is_here for s in seen_in(values)):
             return None, None, name
-        exit = None if named else exit_for(func, known)
+        exit = exit_for(func, known, named)
         if exit is not None or not self._may(name):
             return exit, None, name
         return None, recipe_for(func, known, named, device_in(values)), name
@@ -275,7 +275,8 @@ class TileMode(Outside):
     def _leaves(self, exit: Exit) -> Any:
         """The result of an exit."""
         assert isinstance(self.work, Sizes)
-        return exit.run(self.work.columns if exit.columns else self.work.rows, self._notes and bool(self.work.columns))
+        rows, columns = self.work.rows, self.work.columns
+        return exit.run(columns if exit.columns else rows, rows if self._notes and columns else 0)
 
     def _writes(self, func: OpOverload, args: tuple, kwargs: dict) -> None:
         """An op is about to write. If recipes read what it writes, they are made first."""

@@ -152,7 +152,7 @@ class Proof:
             rows = None if rows is None else min(rows, exit.reads.rows)
             result = exit.part(rows) if rows is not None else exit.whole(self._made(exit.all_reads, None))
             self._last = None
-            self._try(key, self.columns if exit.columns else self.rows, partial(exit.gives, result, rows), rows)
+            self._try(key, self.columns if exit.columns else self.rows, partial(exit.gives, result, rows, self.rows[0]), rows)
             return result
 
         rows, result = self._where_it_fits(exit.reads.recipe, exit.all_reads, _MAKING, not exit.columns, compared)
@@ -164,7 +164,7 @@ class Proof:
         if rows is None:
             return result
         at = self._first[key]
-        return exit.run(self.rows[at], notes=True) if at < len(self.rows) else exit.whole(self._made(exit.all_reads, None))
+        return exit.run(self.rows[at], self.rows[0]) if at < len(self.rows) else exit.whole(self._made(exit.all_reads, None))
 
     def assembled(self, recipe: Recipe, reader: str) -> torch.Tensor:
         """The result of a recipe, for an op that reads it whole."""

@@ -19,6 +19,7 @@ from lightning_memopt.runtime.tiles.kinds import (
     Pointwise,
     Product,
     Rowwise,
+    Scatter,
     Zeros,
 )
 from lightning_memopt.runtime.tiles.recipes import Recipe, Seen, seen_in
@@ -32,11 +33,9 @@ _ROWWISE = {
     _ATEN._softmax.default: 1,
     _ATEN._softmax_backward_data.default: 2,
     _ATEN._log_softmax_backward_data.default: 2,
-    _ATEN.scatter.src: 1,
-    _ATEN.scatter.value: 1,
-    _ATEN.scatter_add.default: 1,
 }
 """Ops on each row alone whose results have as many columns -> which argument is the dimension."""
+_SCATTERS = (_ATEN.scatter.src, _ATEN.scatter.value, _ATEN.scatter_add.default)
 _REDUCING = {
     _ATEN.argmax.default: 1,
     _ATEN.argmin.default: 1,
@@ -99,13 +98,17 @@ def _kind(func: OpOverload, args: Sequence[Any], given: Sequence[Seen]) -> Kind 
         return Placed if args[2] % len(args[1]) < len(args[1]) - 1 and args[1][-1] == given[0].recipe.columns else None
     if func in _ROWWISE:
         return partial(Rowwise, _ROWWISE[func]) if _is_along_rows(args, _ROWWISE[func], given[0]) else None
+    if func in _SCATTERS:
+        return partial(Scatter, 1) if _is_along_rows(args, 1, given[0]) else None
     return Pointwise if _is_pointwise(func) else None
 
 
-def reducing(func: OpOverload, args: Sequence[Any]) -> int | None:
+def reducing(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> int | None:
     """Which argument is the dimension, if the op makes something smaller of each row; None for other ops."""
     at = _REDUCING.get(func)
     first = args[0] if args else None
+    if any(isinstance(value, torch.Tensor) for value in kwargs.values()) or seen_in(kwargs.values()):
+        return None
     if at is None or type(first) is not Seen or not first.has_rows or len(args) <= at:
         return None
     return at if _is_along_rows(args, at, first) else None

@@ -1,0 +1,142 @@
+"""Losses whose gradients are not zero beside the target: they run in tiles of columns, too, with the bits of the plain run."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.cpu.lib.engines import needs_native
+from tests.cpu.tiles.language_model import CLASSES, LanguageModel, batches, compare
+from tests.cpu.tiles.test_loops import inside, policy, preferred, smoothed
+
+pytestmark = needs_native
+_GRADIENT = torch.ops.aten._log_softmax_backward_data
+
+
+@cache
+def rounds_once() -> bool:
+    """Whether the kernel of the softmax's backward multiplies and subtracts in one rounding on this machine, as `addcmul` does:
+    else tiles of columns have other bits, and the gradient is whole.
+    """
+    torch.manual_seed(0)
+    scores, g = torch.randn(64, CLASSES).log_softmax(1), torch.randn(64, CLASSES)
+    wide, given = torch.zeros(64, CLASSES + 16), torch.full((64, CLASSES + 16), -0.0)
+    given[:, :CLASSES] = g
+    sums = -_GRADIENT(given, wide, 1, torch.float32)[:, -1:]
+    wide[:, :CLASSES] = scores
+    given[:] = -0.0
+    given[:, -1] = 1
+    exponentials = _GRADIENT(given, wide, 1, torch.float32)[:, :CLASSES]
+    return torch.equal(torch.addcmul(g, exponentials, sums), _GRADIENT(g, scores, 1, torch.float32))
+
+
+@cache
+def runs_by_columns() -> bool:
+    """Whether gradients of logits run in tiles of columns on this machine, where losses have one target a row, and others."""
+    return compare(inside).status.plan.tiles[0].columns > 0 and rounds_once()
+
+
+def smoothed_by_hand(model, optimizer, log, run):
+    """Label smoothing as the Trainer of transformers writes it."""
+
+    def loss_of(logits, labels):
+        scores = -F.log_softmax(logits, -1)
+        labels = labels.unsqueeze(-1)
+        ignored = labels.eq(-100)
+        of_targets = scores.gather(-1, labels.clamp(min=0)).masked_fill_(ignored, 0.0)
+        of_all = scores.sum(-1, keepdim=True, dtype=torch.float32).masked_fill_(ignored, 0.0)
+        active = ignored.numel() - ignored.long().sum()
+        return 0.9 * of_targets.sum() / active + 0.1 * of_all.sum() / (active * CLASSES)
+
+    for ids, labels in batches():
+        loss = loss_of(model(ids)[0], labels)
+        loss.backward()
+        log.note(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def focal(model, optimizer, log, run):
+    """A focal loss: what is likely already counts less."""
+    for ids, labels in batches():
+        scores = F.log_softmax(model(ids)[0], -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        loss = -((1 - scores.exp()).square() * scores).mean()
+        loss.backward()
+        log.note(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def several(model, optimizer, log, run):
+    """Three scores of each row are picked, of which two may be the same: their gradients are added up."""
+    for ids, labels in batches():
+        picked = torch.stack([ids, labels.clamp(min=0), ids.roll(3, 1)], -1)
+        scores = model(ids)[0].log_softmax(-1).gather(-1, picked)
+        loss = -(scores * torch.tensor([1.0, 0.5, -0.25])).sum()
+        loss.backward()
+        log.note(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def entropic(model, optimizer, log, run):
+    """The entropy is a part of the loss: the gradient of each score depends on the score."""
+    for ids, _ in batches():
+        scores = model(ids)[0].log_softmax(-1)
+        loss = (scores.exp() * scores).sum(-1).mean()
+        del scores
+        loss.backward()
+        log.note(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("loop", (smoothed, smoothed_by_hand, preferred, focal, several, entropic))
+def test_no_gradient_of_logits_is_whole(loop):
+    ran = compare(loop)
+    (tiles,) = ran.status.plan.tiles
+    assert (tiles.columns > 0) == runs_by_columns(), ran.lines
+    if tiles.columns:
+        assert not {"aten::mm by columns", "aten::mm by rows"} & set(tiles.assembled)
+        logits_nbytes = 4 * CLASSES * batches(1)[0][0].numel()
+        whole = compare(loop, tile="off")
+        assert ran.status.plan.predicted.peak_nbytes < whole.status.plan.predicted.peak_nbytes - 1.5 * logits_nbytes
+
+
+def test_a_policy_loss_with_an_entropy_that_is_logged():
+    ran = compare(policy)
+    (tiles,) = ran.status.plan.tiles
+    assert (tiles.columns > 0) == runs_by_columns()
+
+
+def test_rows_of_which_all_gradients_are_zero_or_negative_zero():
+    """Sums of zeros keep their sign, and so do gradients."""
+
+    def masked(model, optimizer, log, run):
+        for ids, labels in batches():
+            weights = torch.where(ids % 3 == 0, torch.where(ids % 2 == 0, 0.0, -0.0), 1.0)[..., None]
+            scores = model(ids)[0].log_softmax(-1)
+            loss = -(scores * weights).sum(-1).mean() - scores.gather(-1, labels.clamp(min=0)[..., None]).mul(weights).mean()
+            del scores
+            loss.backward()
+            log.note(loss)
+            log.note(model.head.weight.grad.signbit())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    ran = compare(masked)
+    assert ran.tiled, ran.lines
+
+
+def test_a_head_with_a_bias_and_smoothed_labels():
+    class Biased(LanguageModel):
+        def __init__(self):
+            super().__init__()
+            self.head = torch.nn.Linear(self.head.in_features, CLASSES)
+
+    torch.manual_seed(1)
+    ran = compare(smoothed, Biased())
+    assert (ran.status.plan.tiles[0].columns > 0) == runs_by_columns(), ran.lines
