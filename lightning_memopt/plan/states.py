@@ -211,19 +211,23 @@ def parked(graph: Graph, states: Sequence[StateOf], chunks: Chunks, trained: Map
         if state.parking.what == "state":
             coming_of[state.parking.parameter] += state.sizes
 
-    def at_once(chunk: Chunk, following: Chunk | None) -> list[int]:
-        """Sizes of what is on the device while a chunk is updated."""
+    def at_once(chunk: Chunk, following: Chunk | None, there: Container[str]) -> list[int]:
+        """Sizes of what comes to the device while a chunk is updated. `there`: parameters that are on it anyway."""
         coming = following.parameters if following is not None and following.comes_ahead else ()
         here = [size for name in chunk.parameters for size in sizes_of[name]]
-        here += [trained[name] for name in chunk.parameters if name in trained]
+        here += [trained[name] for name in chunk.parameters if name in trained and name not in there]
         return [
             *here,
             *(size for name in coming for size in coming_of[name]),
             *[chunk.beside_nbytes] * bool(chunk.beside_nbytes),
         ]
 
-    pairs = (pair for own in chunks for pair in zip(own, [*own[1:], None], strict=True))
-    at_end = max((at_once(*pair) for pair in pairs), key=sum, default=[])
+    pairs = [pair for own in chunks for pair in zip(own, [*own[1:], None], strict=True)]
+
+    def largest(there: Container[str] = ()) -> list[int]:
+        return max((at_once(*pair, there) for pair in pairs), key=sum, default=[])
+
+    at_end = largest()
 
     def add(nbytes: int, freed_at: int, born_at: int = BEFORE, op: Op | None = None) -> None:
         """State is on the device from this point on. `op`: the first one of the update without which it is not."""
@@ -261,7 +265,7 @@ def parked(graph: Graph, states: Sequence[StateOf], chunks: Chunks, trained: Map
                     tensors[t] = replace(tensors[t], nbytes=0)
             if op.at not in others:
                 ops[op.id] = replace(op, workspace_nbytes=0)
-        for nbytes in at_end:
+        for nbytes in largest(_there(graph, trained, run)):
             add(nbytes, run[-1].at, run[0].at, run[0])
     if not usual and not graph.updates:  # no early update has run yet: each will run where its gradient is accumulated
         for name, sizes in coming_of.items():
@@ -280,6 +284,13 @@ def parked(graph: Graph, states: Sequence[StateOf], chunks: Chunks, trained: Map
         usual_nbytes=usual_nbytes,
         copies=(*graph.copies, *copies_of(graph, states)),
     )
+
+
+def _there(graph: Graph, names: Container[str], run: Sequence[Op]) -> set[str]:
+    """Parameters of these names that are on the device from the first of these ops to the last, as in a hook of backward."""
+    own = [t for t in graph.tensors if t.kind == "parameter" and t.name in names and t.nbytes]
+    first, last = ({t.name for t in own if t.there(op.at)} for op in (run[0], run[-1]))
+    return first & last
 
 
 def _part_with_gradients(tensors: list[Tensor], graph: Graph, gradients: Sequence[StateParking]) -> None:

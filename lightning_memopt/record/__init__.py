@@ -46,7 +46,16 @@ from lightning_memopt.record.modes import Outside
 from lightning_memopt.record.optimizers import double_of, is_registered, parameters_of, register_optimizer, updates_any
 from lightning_memopt.record.protocols import Observer, OpRecord, Owner
 from lightning_memopt.record.recorder import Recorder
-from lightning_memopt.record.rules import Rule, is_norm, register_op, rule_of, rule_of_call, rules_in_force, written_by
+from lightning_memopt.record.rules import (
+    Rule,
+    is_norm,
+    is_unshared,
+    register_op,
+    rule_of,
+    rule_of_call,
+    rules_in_force,
+    written_by,
+)
 from lightning_memopt.record.seams import Listening, Seams, drop_seams, keep_seams, listening_to
 from lightning_memopt.record.settings import numeric_flags, set_numeric_flags
 from lightning_memopt.record.tape import OUTSIDE, OVERWRITTEN, UNKNOWN, UNSHARED, Call, Origin, StorageVersion, Tape, View
@@ -91,6 +100,7 @@ __all__ = [
     "in_transform",
     "instead_of_calls",
     "is_norm",
+    "is_unshared",
     "is_plain",
     "is_registered",
     "keep_seams",

@@ -134,8 +134,12 @@ class Recorder(Outside):
             version.counter = t._version
             self.holdings.recounted(version, t)
         elif version.counter != t._version and version.counter != UNSHARED and self.capturing:
-            return self._replaced(version, t, "changed by what the recorder does not see")
+            return self._changed(version, t)
         return version
+
+    def _changed(self, version: StorageVersion, t: torch.Tensor) -> StorageVersion:
+        """The version that is read through `t`, whose counter is not the one that the version had."""
+        return self._replaced(version, t, "changed by what the recorder does not see")
 
     def _replaced(self, old: StorageVersion, t: torch.Tensor, why: str) -> StorageVersion:
         """A new version of the storage of `old`, because its bytes are no longer what was recorded."""

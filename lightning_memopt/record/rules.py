@@ -204,7 +204,16 @@ _NORMS = {
 
 def is_norm(name: str) -> bool:
     """Whether an op of this name (`aten::name`, with or without its overload) may update running statistics."""
-    return name.partition("::")[2].partition(".")[0] in _NORMS
+    return _packet(name) in _NORMS
+
+
+def _packet(name: str) -> str:
+    return name.partition("::")[2].partition(".")[0]
+
+
+def is_unshared(name: str) -> bool:
+    """Whether an op of this name (`aten::name`, with or without its overload) gives views with their own version counters."""
+    return _packet(name) in _UNSHARED
 
 
 def trains_statistics(func: OpOverload, args: tuple, kwargs: dict) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightning_memopt.device.places import generator_of
-from lightning_memopt.record import UNKNOWN, Call, OpRecord, Recorder, Tape, storage_id, uncompiled
+from lightning_memopt.record import UNKNOWN, UNSHARED, Call, OpRecord, Recorder, Tape, storage_id, uncompiled
 from lightning_memopt.record.protocols import Owner
 from lightning_memopt.runtime.engine.holding import Holding, Version
 from lightning_memopt.runtime.engine.learned import Learned
@@ -81,6 +81,15 @@ class Matcher(Recorder):
     def _starts(self) -> bool:
         """True while it is not known which op of the plan runs: rebuilds may start from its inputs."""
         return self.capturing and (self._unknown or self.cursor.position in self.program.schedule.rebuilt)
+
+    def _changed(self, version: Version, t: torch.Tensor) -> Version:
+        """As planned, `t` may be one piece of the storage and another piece was read before: the op that cut it, and would have
+        said so, ran unrecorded.
+        """
+        if self.placing.is_in_pieces(version):
+            version.counter = UNSHARED
+            return version
+        return super()._changed(version, t)
 
     def _overwritten(self, old: Version, t: torch.Tensor, call: Call | None, reachable: bool, id: int | None = None) -> Version:
         new = super()._overwritten(old, t, call, reachable, id)

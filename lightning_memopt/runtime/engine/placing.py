@@ -204,6 +204,16 @@ class Placing:
             elif version.id not in self.holdings.guard.needed:
                 self._learned.familiar[tensor] = version.nbytes, version.device
 
+    def is_in_pieces(self, version: Version) -> bool:
+        """Whether the plan knows that this memory is cut into pieces with version counters of their own: the version is matched
+        to such a tensor, or the plan's op at the cursor reads one that it may be.
+        """
+        cut_by, j, own = self.program.cut_by, self.cursor.position, version.holding.tensor
+        if own is not None:
+            return cut_by.get(own, j) < j
+        inputs = self.program.inputs[j] if j < len(self.program.inputs) and not self.cursor.lost else ()
+        return any(cut_by.get(tensor, j) < j and self._may_be(version, tensor) for tensor in inputs)
+
     def _may_be(self, version: Version, tensor: int) -> bool:
         """Whether the version was made before the forward and can be matched to this tensor of the plan."""
         free = version.holding.tensor is None and version.external and tensor not in self.versions

@@ -13,7 +13,7 @@ from lightning_memopt.device.kinds import kind_of
 from lightning_memopt.graph import BEFORE, CALL, Graph, around, resident_nbytes
 from lightning_memopt.plan import Life, Schedule, Segment, lower
 from lightning_memopt.plan.forms import EXACT, codec_of
-from lightning_memopt.record import is_norm
+from lightning_memopt.record import is_norm, is_unshared
 
 _WORTHWHILE = 16
 """Minimum number of ops of a module that runs unrecorded. The native engine runs about as many while the recorder is left
@@ -185,6 +185,15 @@ class Program:
             tracked = {t.id for t in tensors if t.storage in storages}
             new = {asked for ts, asked in frees if not tracked.isdisjoint(ts)}
         return frozenset(tracked)
+
+    @cached_property
+    def cut_by(self) -> dict[int, int]:
+        """Tensor -> the first forward op that cuts its storage into pieces with version counters of their own
+        (`Rule.unshared`).
+        """
+        tensors = self.graph.tensors
+        cuts = {tensors[t].storage: op.id for op in reversed(self.graph.forward) if is_unshared(op.name) for t in op.inputs}
+        return {t.id: cuts[t.storage] for t in tensors if t.storage in cuts}
 
     @cached_property
     def sized_by_data(self) -> frozenset[int]:

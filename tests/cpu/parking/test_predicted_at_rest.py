@@ -106,6 +106,29 @@ def test_the_step_of_another_optimizer_has_no_weights_of_backward() -> None:
     assert 0 <= run.plan.predicted.needed_nbytes - run.status.measured_peak_nbytes <= _SLACK_NBYTES
 
 
+def test_an_update_in_a_hook_has_its_weight_once() -> None:
+    """Weights that are parked are on the device in backward, where the hook runs: none comes for the update."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1024))
+    of = {p: optim.Adadelta([p]) for p in model.parameters()}
+
+    def updates(p: Tensor) -> None:
+        of[p].step()
+        of[p].zero_grad()
+
+    for p in of:
+        p.register_post_accumulate_grad_hook(updates)
+    with optimize(model, list(of.values()), budget="min", offload="disk", max_slowdown=1e6) as run:
+        for _ in range(8):
+            model(torch.randn(16, 64)).square().mean().backward()
+        status = run.status()
+    assert status.plan is not None and status.measured_peak_nbytes is not None
+    assert {unit.module for unit in status.plan.weights if unit.are_trained} == {"0", "2", "4"}
+    assert {"0.weight", "2.weight", "4.weight"} <= {state.parameter for state in status.plan.states}
+    more_nbytes = status.plan.predicted.needed_nbytes - status.measured_peak_nbytes
+    assert 0 <= more_nbytes < model[4].weight.nbytes / 16
+
+
 @pytest.mark.parametrize("in_backward", ["never", "always"])
 def test_a_step_that_comes_to_take_more_is_still_parked(in_backward: str) -> None:
     """It is observed again, with nothing parked, and so is compared with the step before as that is with nothing parked."""
