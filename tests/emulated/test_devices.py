@@ -44,16 +44,11 @@ def test_a_model_on_two_devices() -> None:
     """The budget is for the device of its first parameter. Copies between the two are ops of the plan."""
     code = """
 import torch
-from tests.cpu.lib.times import Known
-from lightning_memopt.plan.rates import Link, MachineRates
 from lightning_memopt.session import times
+from tests.cpu.lib.times import Linked
 from tests.emulated import device, training
 from tests.emulated.training import train
-class Linked(Known):
-    def of_transfers(self, measure):
-        link = Link(out_bytes_per_second=1e11, in_bytes_per_second=1e11)
-        return MachineRates(name="given", links={"host": link, "disk": link})
-times.current = Linked()
+times.current = Linked(1e11)
 training.MODELS["halves"] = training.Halves, lambda n, device: torch.randn(1024, 64, device=device)
 for index in (0, 1):
     first = torch.device("cuda", index)

@@ -15,12 +15,10 @@ import pytest
 
 from lightning_memopt.errors import InfeasibleError
 from lightning_memopt.native import engine
-from lightning_memopt.plan.rates import Link, MachineRates
-from lightning_memopt.session import times
 from lightning_memopt.session.parked_states import StatesAtRest
 from lightning_memopt.session.parked_weights import WeightsAtRest
 from lightning_memopt.units import format_nbytes, round_up
-from tests.cpu.lib.times import Known
+from tests.cpu.lib.times import Linked, given
 from tests.emulated import device
 from tests.emulated.device import Op
 from tests.emulated.training import MODELS, Trained, train
@@ -42,17 +40,6 @@ def what_rests_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests are about saved tensors (the others: test_states.py, test_gradients.py, test_weights.py)."""
     monkeypatch.setattr(StatesAtRest, "found", lambda *_, **__: [])
     monkeypatch.setattr(WeightsAtRest, "found", lambda *_, **__: [])
-
-
-class Linked(Known):
-    """Known times, with a link of this rate to the host."""
-
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
-
-    def of_transfers(self, measure: Callable[[], MachineRates]) -> MachineRates:
-        link = Link(out_bytes_per_second=self.rate, in_bytes_per_second=self.rate)
-        return MachineRates(name="given", links={"host": link})
 
 
 @pytest.fixture(params=["C++", "Python"])
@@ -105,7 +92,7 @@ def test_bits_and_bytes_under_autocast(model: str, in_engine: None, monkeypatch:
 
 
 def check_bits_and_bytes(model: str, autocast: bool, rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(times, "current", Linked(rate))
+    given(monkeypatch, Linked(rate))
     ops, last = log_of_a_step()
     found = train(model, "min", autocast, times=TIMES, last=last, offload="host", recompute=False)
     assert found.status.phase == "planned" and not found.status.deviates
@@ -118,7 +105,7 @@ def check_bits_and_bytes(model: str, autocast: bool, rate: float, monkeypatch: p
 
 
 def test_a_budget_that_only_parking_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(times, "current", Linked(FAST))
+    given(monkeypatch, Linked(FAST))
     model, budget = "dropout, tied weights", 10 << 20
     assert plain(model, False).reserved > budget
     with pytest.raises(InfeasibleError):
@@ -134,7 +121,7 @@ def test_a_slow_link_is_not_used(model: str, monkeypatch: pytest.MonkeyPatch, ca
     moved, said = [], []
     for rate in (FAST, SLOW):
         caplog.clear()
-        monkeypatch.setattr(times, "current", Linked(rate))
+        given(monkeypatch, Linked(rate))
         found = train(model, "min", times=TIMES, offload="host", verbose=True)
         assert found.same(plain(model, False)) and not found.status.deviates
         assert 0 <= found.status.plan.predicted.peak_nbytes - found.allocated < BLOCK, "the host has the state of generators"
@@ -147,7 +134,7 @@ def test_a_slow_link_is_not_used(model: str, monkeypatch: pytest.MonkeyPatch, ca
 
 def test_copies_run_beside_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most copies may run while kernels do that were asked for later: no wait orders the two. Each way has a stream."""
-    monkeypatch.setattr(times, "current", Linked(1e9))
+    given(monkeypatch, Linked(1e9))
     ops, last = log_of_a_step()
     train("dropout, tied weights", "min", times=TIMES, last=last, offload="host", recompute=False)
     kernels = [(i, op) for i, op in enumerate(ops) if op.what.startswith("aten::")]

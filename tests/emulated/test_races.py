@@ -75,9 +75,9 @@ print(len(planted), device.races())
 STEP = """
 import torch
 from lightning_memopt.session import times
+from tests.cpu.lib.times import Linked
 from tests.emulated import device
 from tests.emulated.missing import WAITS, missing
-from tests.emulated.test_offload import Linked
 from tests.emulated.training import train
 times.current = Linked(1e9)
 for wait in ("none", *WAITS):

@@ -76,6 +76,17 @@ class OfMachine(Known):
         return machine().seconds(graph, op)
 
 
+class Linked(Known):
+    """Known times, with links of this rate, in bytes a second, to the host and to the disk."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def of_transfers(self, measure: Callable[[], MachineRates]) -> MachineRates:
+        link = Link(out_bytes_per_second=self.rate, in_bytes_per_second=self.rate)
+        return MachineRates(name="given", links={"host": link, "disk": link})
+
+
 class Drawn(Known):
     """Known times, each multiplied by a factor drawn from a seed, and our own work for nothing: a seed is a plan."""
 
