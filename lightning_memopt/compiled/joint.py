@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from lightning_memopt.compiled.sizes import UnreadableError, nbytes_of, symbols_of, tensors_of, with_numbers
+from lightning_memopt.compiled.sizes import UnreadableError, nbytes_of, number, symbols_of, tensors_of, with_numbers
 from lightning_memopt.device.places import device_of_call
 from lightning_memopt.graph import BEFORE, Graph, Op, Point, Save, Tensor
 from lightning_memopt.record import rule_of
@@ -34,6 +34,8 @@ from lightning_memopt.torch_private import (
 
 _FLOPS_PER_SECOND, _BYTES_PER_SECOND = 8e9, 1e9
 """Rates of an assumed machine. Only their ratio matters, because plans of a region are compared by FLOPs first."""
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_WIDE = 8
 _SEEDED = ("inductor_lookup_seed", "inductor_random", "inductor_randint")
 """Inductor's random ops. They may run again: they give the same bits for the same seed, and seeds are kept."""
 _NESTED = "invoke_subgraph"
@@ -111,6 +113,20 @@ class Joint:
         self.ops = sorted(reading.reads, key=lambda node: node in self.backward)
         self.unpacks: dict[fx.Node, list[tuple[int, int]]] = {}
         self.graph = self._graph(reading, nodes)
+
+    @property
+    def logits_nbytes(self) -> int:
+        """Bytes of the largest product of matrices in the forward that has at least `_WIDE` times as many columns as what it
+        multiplies, as logits have; 0 if there is none.
+        """
+        found = [0]
+        for node in self.ops:
+            if node in self.backward or node.target not in _PRODUCTS:
+                continue
+            x, product = node.args[-2].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+            if number(product.size(-1)) >= _WIDE * number(x.size(-1)):
+                found.append(nbytes_of(product))
+        return max(found)
 
     def _graph(self, reading: _Reading, nodes: Sequence[fx.Node]) -> Graph:
         forward = [node for node in self.ops if node not in self.backward]

@@ -133,6 +133,7 @@ class Region:
     graph: its joint graph as data, with the sizes of the batch that it was compiled for first.
     dynamic: whether its code also serves batches of other sizes.
     checkpointed: whether the user's checkpointing applies to parts of it, which it does as long as the region has no plan.
+    logits_nbytes: see `Joint`.
     lives: its plan; None if it runs as torch splits it.
     unplanned: its bytes without a plan, as torch splits it; None if it was never split that way.
     codes: the code objects that were compiled to this region.
@@ -141,6 +142,7 @@ class Region:
 
     def __init__(self, joint: Joint) -> None:
         self.graph, self.dynamic, self.checkpointed = joint.graph, joint.dynamic, joint.checkpointed
+        self.logits_nbytes = joint.logits_nbytes
         self.lives: tuple[Life, ...] | None = None
         self.unplanned: Halves | None = None
         self.codes: set[CodeType] = set()

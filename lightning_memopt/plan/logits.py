@@ -79,7 +79,12 @@ def are_worth_tiles(graph: Graph, peak_nbytes: int) -> bool:
     for id in logits(graph):
         t = graph.tensors[id]
         levels.add(t.born_at, max(t.freed_at, graph.saved_until(id)), t.nbytes)
-    return max(levels.levels(), default=0) >= max(_LEAST_NBYTES, _PEAK_SHARE * peak_nbytes)
+    return is_worth_tiles(max(levels.levels(), default=0), peak_nbytes)
+
+
+def is_worth_tiles(nbytes: int, peak_nbytes: int) -> bool:
+    """Whether so many bytes of logits are enough, in a step with this peak."""
+    return nbytes >= max(_LEAST_NBYTES, _PEAK_SHARE * peak_nbytes)
 
 
 def _classes(graph: Graph, tensor: int) -> int:

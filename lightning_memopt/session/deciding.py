@@ -62,9 +62,9 @@ class Deciding:
 
     def observes_again(self, state: Observing, graph: Graph, machine: Machine, limit_nbytes: int | None, say: Say) -> bool:
         """Whether the step is to be observed in another way before a plan is made of it. `say` tells the user a line."""
-        return self.regions.compiled_again(graph, limit_nbytes, say, machine) or self.tiling.observes_again(
-            state, graph, limit_nbytes, machine
-        )
+        if self.regions.compiled_again(graph, limit_nbytes, say, machine):
+            return True
+        return self.tiling.observes_again(state, graph, limit_nbytes, machine, self.regions.logits_nbytes)
 
     def solved(self, graph: Graph, machine: Machine, limit_nbytes: int | None, say: Say) -> Solved:
         """The plan for the step of this graph. `limit_nbytes`: the bytes that it may take; None: as few as possible. `say`

@@ -23,7 +23,7 @@ from lightning_memopt.graph import Graph
 from lightning_memopt.logs import Say
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import Machine, TiledHead
-from lightning_memopt.plan.logits import are_worth_tiles, head_of, logits
+from lightning_memopt.plan.logits import are_worth_tiles, head_of, is_worth_tiles, logits
 from lightning_memopt.record import (
     Seams,
     around_innermost,
@@ -60,6 +60,7 @@ _REMEMBERED = 16
 _UNKNOWN_NBYTES = 1 << 62
 _LOSS_NBYTES = 16
 """Bytes that a loss takes for each score, as it is: in float32 the score, its log-probability, and a gradient of each."""
+_COMPILE_OTHERS = "Compile the other layers alone (compile=True compiles repeated blocks), and the last one runs in tiles"
 AnyRecording = TypeVar("AnyRecording", bound=Recording)
 Solve = Callable[[Graph], Solved]
 _OTHER = LossHead(phase="whole")
@@ -295,12 +296,16 @@ class Tiling(Part):
         self._deferred = True
         return by_regions(surely) + sum(graph.tensors[t].nbytes for t in logits(graph))
 
-    def observes_again(self, state: Observing, graph: Graph, limit_nbytes: int | None, machine: Machine) -> bool:
-        """A step of this state was observed. Returns whether another one must be, before a plan is made."""
+    def observes_again(
+        self, state: Observing, graph: Graph, limit_nbytes: int | None, machine: Machine, compiled_nbytes: int
+    ) -> bool:
+        """A step of this state was observed. Returns whether another one must be, before a plan is made. `compiled_nbytes`: of
+        logits that are made in compiled code.
+        """
         now = self._now
         if now.phase == "look" and not state.plans_next and not self._agreement.alone:
             return False  # ranks look together, at the step of which they would plan
-        own = self._shown(now, graph, limit_nbytes, machine)
+        own = self._shown(now, graph, limit_nbytes, machine, compiled_nbytes)
         together = self._agreement.known_heads(own)
         known = own if together is None else together
         again = self._wanted and now.follows(known, self._agreement.alone, self._tell)
@@ -308,7 +313,9 @@ class Tiling(Part):
             self._agreement.observes_again()
         return again
 
-    def _shown(self, now: LossHead, graph: Graph, limit_nbytes: int | None, machine: Machine) -> KnownHead:
+    def _shown(
+        self, now: LossHead, graph: Graph, limit_nbytes: int | None, machine: Machine, compiled_nbytes: int
+    ) -> KnownHead:
         """What the step has shown."""
         if not self._wanted:
             return KnownHead("whole", why="tile='off'")
@@ -319,6 +326,8 @@ class Tiling(Part):
             peak_nbytes = unmodified_peak(graph, machine)
             too_large = limit_nbytes is None or peak_nbytes > limit_nbytes
             needed = now.proved or (too_large and are_worth_tiles(graph, peak_nbytes))
+            if too_large and not needed and is_worth_tiles(compiled_nbytes, peak_nbytes):
+                self._tell(f"{format_nbytes(compiled_nbytes)} of logits are made in compiled code. {_COMPILE_OTHERS}")
             if needed or not self._agreement.alone:
                 return now.looked(graph, self._model, needed, self._cannot)
             return KnownHead("look")

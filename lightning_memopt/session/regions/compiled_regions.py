@@ -252,6 +252,11 @@ class CompiledRegions(Part):
         return solved._replace(frontier=frontier, plan=plan)
 
     @property
+    def logits_nbytes(self) -> int:
+        """Bytes of the largest logits that the regions of this step make; 0 if none do."""
+        return max((stage.region.logits_nbytes for stage in self._stages_of_step()), default=0)
+
+    @property
     def opaque(self) -> str:
         """Why regions could not be planned; empty where all could."""
         return "; ".join([*([self._unshared] if self._unshared else []), *self._regions.opaque])
