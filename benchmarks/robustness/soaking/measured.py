@@ -93,11 +93,20 @@ class Techniques:
         tiles = run.session._tiling.mode
         self.tiled += tiles is not None and tiles.outcome.heads > 0
         self.rebuilt_ops = max(self.rebuilt_ops, state.plan.predicted.rebuilt_ops)
-        self.forms |= {life.form for life in state.plan.lives if life.how == "fetch"}
+        forms = {life.form for life in state.plan.lives if life.how == "fetch"}
+        self.forms |= forms
+        if not self.moved_nbytes and any(
+            "disk" in form for form in forms
+        ):  # at the end of the run another plan may be in force
+            self._moved(run)
+
+    def _moved(self, run: Run) -> None:
+        transfers = run.session.transfers()
+        self.moved_nbytes += 0 if transfers is None else transfers.moved_nbytes
 
     def run_ends(self, run: Run) -> None:
-        transfers, pool = run.session.transfers(), run.status().pool
-        self.moved_nbytes += 0 if transfers is None else transfers.moved_nbytes
+        self._moved(run)
+        pool = run.status().pool
         self.pooled += 0 if pool is None else pool.steps
         self.early = max(self.early, 0 if run.session._early is None else len(run.session._early.early))
 
@@ -171,12 +180,16 @@ class Soak:
 
 
 def _in_force(run: Run | None) -> Hashable:
-    """The run, the state of each of its signatures, with its plan, and how many lives of plans are kept."""
+    """The run, the state of each of its signatures, with what its plan decides, and how many lives of plans are kept."""
     if run is None:
         return None
     lives = sum(type(o) is Life for o in gc.get_objects())
     states = run.session._plan_cache.items()
-    plans = ((str(signature), type(s).__name__, hash(s.plan.lives) if isinstance(s, Running) else 0) for signature, s in states)
+
+    def decided(s: object) -> int:
+        return hash((s.plan.lives, s.plan.updates, s.plan.states, s.plan.weights)) if isinstance(s, Running) else 0
+
+    plans = ((str(signature), type(s).__name__, decided(s)) for signature, s in states)
     return id(run), lives, tuple(sorted(plans))
 
 
