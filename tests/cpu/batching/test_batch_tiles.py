@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from lightning_memopt import find_max_batch_size, optimize
 from lightning_memopt.batching import BatchSizeResult
-from tests.cpu.lib.engines import needs_native
+from tests.cpu.lib.engines import needs_tiles
 from tests.cpu.lib.loops import QUIET
 from tests.cpu.lib.scripts import ROOT
 from tests.cpu.tiles.language_model import CLASSES, TOKENS, LanguageModel
 
-pytestmark = needs_native
+pytestmark = needs_tiles
 _BUDGET = 16 << 20
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lightning_memopt import optimize
-from tests.cpu.lib.engines import needs_native
+from tests.cpu.lib.engines import needs_tiles
 from tests.cpu.tiles.language_model import LanguageModel, batches
 
-pytestmark = needs_native
+pytestmark = needs_tiles
 
 
 def _lines(model: torch.nn.Module) -> list[str]:

@@ -19,7 +19,7 @@ from lightning_memopt.fitting.loops import of_loop
 from lightning_memopt.graph import Graph
 from lightning_memopt.integrations.asking import refuse_elsewhere
 from lightning_memopt.plan import read_plan
-from tests.cpu.lib.engines import needs_native
+from tests.cpu.lib.engines import needs_tiles
 from tests.cpu.lib.harness import same_bits
 from tests.cpu.tiles.language_model import LanguageModel, batches
 
@@ -56,7 +56,7 @@ def test_a_model_of_any_size_is_as_before(width: int, device: str, tmp_path: Pat
     assert read_plan(tmp_path / "plan.json")[1].device == device
 
 
-@needs_native
+@needs_tiles
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_loss_head_in_tiles(device: str) -> None:
     model, (ids, labels) = LanguageModel(), batches(1)[0]

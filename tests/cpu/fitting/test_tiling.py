@@ -30,12 +30,12 @@ from lightning_memopt.fitting.tiling import InTiles, recorded_in_tiles
 from lightning_memopt.graph import Graph, unmodified_levels
 from lightning_memopt.session.tiling import Tiling
 from lightning_memopt.solvers.frontier import UNSEEN_NBYTES
-from tests.cpu.lib.engines import needs_native
+from tests.cpu.lib.engines import needs_tiles
 from tests.cpu.lib.loops import counted_nbytes
 from tests.cpu.lib.trainings import training_of
 from tests.cpu.tiles.language_model import CLASSES, LanguageModel, batches
 
-pytestmark = needs_native
+pytestmark = needs_tiles
 STEPS = 9
 ROUNDING_NBYTES = 64
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

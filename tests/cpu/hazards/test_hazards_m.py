@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_memopt import optimize
 from lightning_memopt.record import Tape
+from tests.cpu.lib.engines import needs_fork
 from tests.cpu.lib.loops import Batch, assert_same, batches, installed, leaves_nothing, loss_of, sgd, small, state, step, train
 
 QUIET: dict[str, Any] = dict(verbose=False, profile_steps=1, budget="min")
@@ -194,7 +195,7 @@ def in_child(function: Callable[[], Any]) -> Any:
         process.join()
 
 
-@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork here")
+@needs_fork
 def test_m5_training_in_a_forked_process() -> None:
     """M5: the run's files belong to its process. What trains in a fork of it trains plainly, and is told so."""
     model, more = small(), batches(30, seed=5)

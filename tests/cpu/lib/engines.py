@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from lightning_memopt.record.tensors import bytes_of
 from lightning_memopt.runtime import Learned, PlannedEngine, Program
 from lightning_memopt.runtime.engine.rejoining import SPREAD
 from lightning_memopt.session.forward.recording import PlannedRecording
+from lightning_memopt.session.tiling import why_not
 from tests.cpu.lib.observed_graph import graph_of
 
 Made = Callable[[], tuple[nn.Module, torch.Tensor]]
@@ -25,6 +27,16 @@ HAS_NATIVE = engine.loaded() is not None
 """Whether the native engine is there. Without it gradients and weights are not parked: expectations of tests say so by it."""
 
 needs_native = pytest.mark.skipif(not HAS_NATIVE, reason="there is no native engine: MEMOPT_NATIVE=0, or it cannot be built")
+
+HAS_TILES = not why_not()
+"""Whether loss heads can run in tiles."""
+
+needs_tiles = pytest.mark.skipif(not HAS_TILES, reason=f"no loss head runs in tiles: {why_not()}")
+
+needs_fork = pytest.mark.skipif(
+    "fork" not in multiprocessing.get_all_start_methods() or torch.cuda.is_available(),
+    reason="no fork here, or a CUDA device, with which torch refuses backward in a forked process",
+)
 
 
 class Step(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import threading
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_memopt import optimize
 from lightning_memopt.native import engine
 from tests.cpu.lib.device_thread import is_on
-from tests.cpu.lib.engines import needs_native
+from tests.cpu.lib.engines import needs_fork, needs_native
 from tests.cpu.lib.loops import installed, leaves_nothing
 from tests.cpu.native.test_both_engines import Mixed
 
@@ -188,9 +187,6 @@ def test_the_ops_of_a_plain_thread_are_not_seen() -> None:
     assert seen == [0]
 
 
-FORKS = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork here")
-
-
 ALONE = "a process that is forked there has no other thread, and nobody gets what its backward returns"
 IN_BACKWARD = pytest.param("backward", marks=pytest.mark.calling_thread(ALONE))
 
@@ -208,7 +204,7 @@ def in_a_fork(do: Callable[[], bool]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@FORKS
+@needs_fork
 @pytest.mark.parametrize("moment", ["forward", "backward", "between"])
 def test_a_process_forked_in_the_middle_of_a_step(moment: str) -> None:
     """The child trains another model, plainly and planned; the parent goes on."""
@@ -224,7 +220,7 @@ def test_a_process_forked_in_the_middle_of_a_step(moment: str) -> None:
     assert codes == [0] * 4
 
 
-@FORKS
+@needs_fork
 @pytest.mark.parametrize("moment", ["forward", IN_BACKWARD, "between"])
 def test_a_forked_process_goes_on_with_the_step(moment: str) -> None:
     """Both processes end the same training."""
@@ -260,7 +256,7 @@ class Squares(Dataset):
         return 6
 
 
-@FORKS
+@needs_fork
 @pytest.mark.parametrize("moment", ["forward", "backward", "between"])
 def test_workers_that_start_in_the_middle_of_a_step(moment: str) -> None:
     expected = trained(1, False)

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from lightning_memopt.runtime.tiles import Proof, TileMode
-from tests.cpu.lib.engines import needs_native
+from tests.cpu.lib.engines import needs_tiles
 from tests.cpu.tiles.language_model import CLASSES, LanguageModel, compare
 from tests.cpu.tiles.test_loops import inside
 
-pytestmark = needs_native
+pytestmark = needs_tiles
 ROWS, WIDTH = 96, 48
 SUM = "aten::sum.dim_IntList by columns"
 

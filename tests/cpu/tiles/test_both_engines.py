@@ -25,11 +25,11 @@ from lightning_memopt.runtime.tiles import hollow
 from lightning_memopt.session import tiling
 from lightning_memopt.session.judge.states import Running
 from lightning_memopt.session.solve import solving
-from tests.cpu.lib.engines import needs_native
+from tests.cpu.lib.engines import needs_tiles
 from tests.cpu.lib.inside import current_of
 from tests.cpu.tiles.language_model import CLASSES
 
-pytestmark = needs_native
+pytestmark = needs_tiles
 ROWS, STEPS, DEPARTS = 8, 9, 6
 _IN_BODY = ("skip", "extra", "other", "data", "hold", "in place", "no grad", "draw", "copy", "raise", "inner", "flags")
 _AT_HEAD = ("data", "hold", "numpy", "in place", "raise", "collect", "flags", "argmax", "square")

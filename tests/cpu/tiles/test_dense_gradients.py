@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.cpu.lib.engines import needs_native
+from tests.cpu.lib.engines import needs_tiles
 from tests.cpu.tiles.language_model import CLASSES, LanguageModel, batches, compare
 from tests.cpu.tiles.test_loops import inside, policy, preferred, smoothed
 
-pytestmark = needs_native
+pytestmark = needs_tiles
 _GRADIENT = torch.ops.aten._log_softmax_backward_data
 
 

@@ -23,12 +23,12 @@ from lightning_memopt import optimize
 from lightning_memopt.record import interrupts, numeric_flags
 from lightning_memopt.runtime.tiles import TileMode
 from tests.cpu.lib.device_thread import in_both_threads
-from tests.cpu.lib.engines import needs_native
+from tests.cpu.lib.engines import needs_tiles
 from tests.cpu.lib.kept import Kept
 from tests.cpu.lib.loops import leaves_nothing, no_step_is_measured, sgd
 from tests.cpu.tiles.language_model import LanguageModel
 
-pytestmark = needs_native
+pytestmark = needs_tiles
 _PACKAGE = Path(lightning_memopt.__file__).parent
 _FILES = {str(p) for p in (_PACKAGE / "runtime/tiles").glob("*.py")}
 _FILES |= {str(_PACKAGE / "session" / name) for name in ("tiling.py", "loss_head.py")}

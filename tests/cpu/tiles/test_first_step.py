@@ -12,12 +12,12 @@ from lightning_memopt.native import counter
 from lightning_memopt.native.counting import install
 from lightning_memopt.runtime.tiles import Proof
 from lightning_memopt.session.tiling import Tiling
-from tests.cpu.lib.engines import needs_native
+from tests.cpu.lib.engines import needs_tiles
 from tests.cpu.lib.inside import states_of
 from tests.cpu.tiles import test_loops
 from tests.cpu.tiles.language_model import BATCH, CLASSES, LanguageModel, Picking, batches, compare, picking
 
-pytestmark = needs_native
+pytestmark = needs_tiles
 _LOGITS = 256 * CLASSES * 4
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tests.cpu.lib.engines import needs_native
+from tests.cpu.lib.engines import needs_tiles
 from tests.cpu.tiles.language_model import LanguageModel, batches, compare
 
 
@@ -25,7 +25,7 @@ def freed(model: Any, optimizer: Any, log: Any, run: Any) -> None:
         optimizer.zero_grad()
 
 
-@needs_native
+@needs_tiles
 def test_logits_are_made_whole_before_memory_that_they_are_made_of_is_freed() -> None:
     torch.manual_seed(1)
     ran = compare(freed, LanguageModel())

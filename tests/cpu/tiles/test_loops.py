@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_memopt.runtime.tiles import HELD
-from tests.cpu.lib.engines import HAS_NATIVE, needs_native
+from tests.cpu.lib.engines import HAS_TILES, needs_tiles
 from tests.cpu.tiles.language_model import BATCH, CLASSES, TOKENS, LanguageModel, Ran, batches, compare
 
 
@@ -427,7 +427,7 @@ READERS = (overwritten_logits, ranked)
 
 def as_it_can(ran: Ran) -> bool:
     """A plan in tiles was put in force; without the native engine, a line says that no head runs in tiles."""
-    return ran.tiled if HAS_NATIVE else not ran.tiled and bool(ran.why_whole)
+    return ran.tiled if HAS_TILES else not ran.tiled and bool(ran.why_whole)
 
 
 @pytest.mark.parametrize("loop", (*TILED, *MORE_TILED, *LOSSES, *READERS), ids=lambda loop: loop.__name__)
@@ -442,7 +442,7 @@ def test_a_loop_trains_with_equal_bits_either_way(loop):
     assert ran.tiled or ran.why_whole
 
 
-@needs_native
+@needs_tiles
 def test_a_frozen_head_runs_in_tiles_of_rows_alone():
     torch.manual_seed(1)
     model = LanguageModel()
@@ -474,14 +474,14 @@ def test_soft_capping():
     assert as_it_can(compare(inside, Capped()))
 
 
-@needs_native
+@needs_tiles
 def test_what_the_loop_holds_when_weights_change_is_made_of_tiles():
     ran = compare(held)
     assert HELD in ran.status.plan.tiles[0].assembled
     assert not [line for line in ran.lines if "still held" in line]
 
 
-@needs_native
+@needs_tiles
 def test_what_the_loop_did_not_hold_before_is_made_and_said():
     def late(model, optimizer, log, run):
         for step, (ids, labels) in enumerate(batches(9)):

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_memopt.native import counter
 from lightning_memopt.trace import count_all
-from tests.cpu.lib.engines import needs_native
+from tests.cpu.lib.engines import needs_tiles
 from tests.cpu.lib.scripts import Interpreter
 from tests.cpu.lib.tiled_ranks import WORLD
 from tests.cpu.lib.written import needs_gloo, written
@@ -20,7 +20,7 @@ SHARDED_SAME = ("sharded", "sharded_tied", "sharded_held", "sharded_stays_held",
 SHARDED = ",".join((*SHARDED_SAME, "sharded_apart", "sharded_leaves", "sharded_changes", "sharded_late_metric"))
 TOGETHER = ",".join((*SAME, *OWN, *WHOLE, "late_metric"))
 GROUPS = (TOGETHER, SHARDED, "raises", "infeasible")
-pytestmark = [needs_gloo, needs_native, pytest.mark.long]
+pytestmark = [needs_gloo, needs_tiles, pytest.mark.long]
 Outcome = dict[str, Any]
 
 

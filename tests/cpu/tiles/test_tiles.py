@@ -22,11 +22,11 @@ from lightning_memopt.runtime.tiles.exits import Product
 from lightning_memopt.runtime.tiles.kinds import LogSoftmax
 from lightning_memopt.session.tiling import Tiling
 from lightning_memopt.torch_private import storage_id
-from tests.cpu.lib.engines import needs_native
+from tests.cpu.lib.engines import needs_tiles
 from tests.cpu.tiles import test_loops
 from tests.cpu.tiles.language_model import CLASSES, LanguageModel, Picking, batches, compare, picking
 
-pytestmark = needs_native
+pytestmark = needs_tiles
 _ROWS, _WIDTH = 96, 48
 
 
