@@ -47,8 +47,8 @@ class Exit:
         return seen_in(self._args)
 
     def run(self, size: int, noting: int, rows: int | None = None) -> Any:
-        """The results of the op, in tiles of `size` rows or columns, on all rows or on the first `rows`. `noting`: a
-        gradient is made by columns, and what it needs of each row may be noted in tiles of so many rows; 0: none is.
+        """The results of the op, in tiles of `size` rows or columns, on all rows or on the first `rows`. `noting`: what a
+        gradient by columns needs of each row is noted in tiles of so many rows; 0: there will be no such gradient.
         """
         raise NotImplementedError
 

@@ -276,7 +276,9 @@ class TileMode(Outside):
         """The result of an exit."""
         assert isinstance(self.work, Sizes)
         rows, columns = self.work.rows, self.work.columns
-        return exit.run(columns if exit.columns else rows, rows if self._notes and columns else 0)
+        if exit.columns:
+            return exit.run(columns, rows)
+        return exit.run(rows, rows if self._notes and columns else 0)
 
     def _writes(self, func: OpOverload, args: tuple, kwargs: dict) -> None:
         """An op is about to write. If recipes read what it writes, they are made first."""

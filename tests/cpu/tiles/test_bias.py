@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from lightning_memopt.runtime.tiles import Proof, TileMode
 from tests.cpu.lib.engines import needs_tiles
 from tests.cpu.tiles.language_model import CLASSES, LanguageModel, compare
-from tests.cpu.tiles.test_loops import inside
+from tests.cpu.tiles.test_loops import inside, outside, smoothed
 
 pytestmark = needs_tiles
 ROWS, WIDTH = 96, 48
@@ -59,3 +59,21 @@ def test_a_model_whose_head_has_one():
     model.head = torch.nn.Linear(32, CLASSES)
     (head,) = compare(inside, model).status.plan.tiles
     assert SUM in {*head.ops, *head.assembled}, "it was compared by columns"
+
+
+@pytest.mark.parametrize("loop", (outside, smoothed))
+def test_a_bias_of_its_own_beside_a_frozen_head(loop):
+    """No loss has noted what tiles of columns need, because the head has no gradient."""
+
+    class Biased(LanguageModel):
+        def __init__(self):
+            super().__init__()
+            self.head.weight.requires_grad_(False)
+            self.bias = torch.nn.Parameter(torch.zeros(CLASSES))
+
+        def forward(self, ids, labels=None):
+            return self.head(self.hidden(ids)) + self.bias, None
+
+    torch.manual_seed(1)
+    (head,) = compare(loop, Biased()).status.plan.tiles
+    assert SUM in {*head.ops, *head.assembled}
