@@ -37,7 +37,10 @@ class _Hook:
     def __call__(self, unraisable: Any) -> None:
         error = unraisable.exc_value
         source = getattr(unraisable.object, "func", unraisable.object)  # a callback may be a partial
-        if _open and error is not None and (getattr(source, "__module__", None) or "").startswith("lightning_memopt"):
+        ours = (getattr(source, "__module__", None) or "").startswith("lightning_memopt")
+        # whose finalizer it is is not known any more
+        ours = ours or (isinstance(source, weakref.finalize) and isinstance(error, KeyboardInterrupt))
+        if _open and error is not None and ours:
             DEFERRED.append(error.with_traceback(None))  # a traceback would keep its frames alive
         else:
             self.previous(unraisable)

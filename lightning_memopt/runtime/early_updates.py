@@ -255,8 +255,8 @@ class EarlyUpdates:
         raise UpdatesInBackwardError(
             f"The gradient of a parameter of size {list(p.shape)} is read between backward and optimizer.step(), but {count} "
             "parameters were updated in backward already, because no gradient was read in the first steps: this step cannot be "
-            "put right. Clip or log gradients from the first step on: then updates are left to optimizer.step(). Or set "
-            "optimizer_in_backward='never'."
+            "put right, but by a checkpoint. Clip, log or zero gradients there from the first step on: then updates are left "
+            "to optimizer.step(). Or set optimizer_in_backward='never'."
         )
 
     def stop_reading(self) -> None:

@@ -64,7 +64,8 @@ class Deciding:
         """Whether the step is to be observed in another way before a plan is made of it. `say` tells the user a line."""
         if self.regions.compiled_again(graph, limit_nbytes, say, machine):
             return True
-        return self.tiling.observes_again(state, graph, limit_nbytes, machine, self.regions.logits_nbytes)
+        compiled_nbytes = max((stage.region.logits_nbytes for stage in self.regions.stages_of_step()), default=0)
+        return self.tiling.observes_again(state, graph, limit_nbytes, machine, compiled_nbytes)
 
     def solved(self, graph: Graph, machine: Machine, limit_nbytes: int | None, say: Say) -> Solved:
         """The plan for the step of this graph. `limit_nbytes`: the bytes that it may take; None: as few as possible. `say`

@@ -79,9 +79,9 @@ class Loop:
         trap.set(None)
         if self.outcome != "done":
             self.model.train()
-            self.optimizer.zero_grad()
             if fault is not None and fault.restores:
                 self._load(torch.load(self.path))
+            self.optimizer.zero_grad()  # after early updates, and without the step that they belong to, only then
         self._digest()
 
     def _trains(self, number: int, step: Step) -> None:

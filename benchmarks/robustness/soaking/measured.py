@@ -180,7 +180,9 @@ class Soak:
 
 
 def _in_force(run: Run | None) -> Hashable:
-    """The run, the state of each of its signatures, with what its plan decides, and how many lives of plans are kept."""
+    """The run, the state of each of its signatures, with what its plan decides; what is parked between steps, as the plans of the
+    last steps say; and how many lives of plans are kept.
+    """
     if run is None:
         return None
     lives = sum(type(o) is Life for o in gc.get_objects())
@@ -190,7 +192,8 @@ def _in_force(run: Run | None) -> Hashable:
         return hash((s.plan.lives, s.plan.updates, s.plan.states, s.plan.weights)) if isinstance(s, Running) else 0
 
     plans = ((str(signature), type(s).__name__, decided(s)) for signature, s in states)
-    return id(run), lives, tuple(sorted(plans))
+    weights, states = run.session._at_rest.weights.parked, run.session._at_rest.states._states
+    return id(run), lives, tuple(sorted(plans)), hash(states), None if weights is None else tuple(sorted(weights.paths))
 
 
 def measured(seed: int, count: int, combination: Combination, plain: bool, digests: Path) -> dict[str, Any]:

@@ -136,7 +136,7 @@ class CompiledRegions(Part):
         finally:
             self._take_seen()
             if self._now.stages and not self._now.choice.measured:
-                self._count_calls(self._stages_of_step())
+                self._count_calls(self.stages_of_step())
             if self._regions.splits:
                 self._agreement.compiles()
 
@@ -184,7 +184,7 @@ class CompiledRegions(Part):
                 stage.option, stage.recalled = self._remembered.recalled[self._keys()[id(region)]], True
         self._now.stages[id(region)] = self._stages[id(region)]
 
-    def _stages_of_step(self) -> list[Stage]:
+    def stages_of_step(self) -> list[Stage]:
         """The stages of the current step, as they are compiled now."""
         for region in self._regions.by_key.values():
             if region.dynamic and region.codes and id(region) not in self._now.stages:
@@ -245,16 +245,11 @@ class CompiledRegions(Part):
 
     def in_plans(self, solved: Solved) -> Solved:
         """What was decided for the regions of the step is a part of the plans for it: they were solved for that step."""
-        regions = tuple(map(self._planned, self._stages_of_step()))
+        regions = tuple(map(self._planned, self.stages_of_step()))
         if not regions:
             return solved
         frontier, plan = replace(solved.frontier, regions=regions), replace(solved.plan, regions=regions)
         return solved._replace(frontier=frontier, plan=plan)
-
-    @property
-    def logits_nbytes(self) -> int:
-        """Bytes of the largest logits that the regions of this step make; 0 if none do."""
-        return max((stage.region.logits_nbytes for stage in self._stages_of_step()), default=0)
 
     @property
     def opaque(self) -> str:
@@ -265,7 +260,7 @@ class CompiledRegions(Part):
         """Bytes by which another way to compile the regions could lower the peak: as modelled (`surely`), or at most."""
         if self._agreement.over:
             return 0  # ranks do not choose any more
-        stages = self._stages_of_step()
+        stages = self.stages_of_step()
         if any(stage.recalled for stage in stages):
             return sys.maxsize  # the budget was kept in an earlier run
         return self._now.choice.savable_nbytes(stages, surely)
@@ -274,7 +269,7 @@ class CompiledRegions(Part):
         """After an observed step: whether it is to be observed again, because regions were given other options, or because
         code was compiled in it, which takes memory of its own. Where ranks train together, they all get the same answer.
         """
-        step, stages = self._now, self._stages_of_step()
+        step, stages = self._now, self.stages_of_step()
         self.changed = False
         own = self._shown(graph, limit_nbytes, stages, machine)
         step.splits = self._regions.splits

@@ -25,7 +25,7 @@ from lightning_memopt import optimize
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.runtime import install_native
 from lightning_memopt.runtime.tiers.shelf import AWAY, is_away
-from tests.cpu.lib.engines import elements
+from tests.cpu.lib.engines import elements, needs_fork
 from tests.cpu.lib.parked import parked_of
 from tests.cpu.lib.times import Known, given
 
@@ -322,7 +322,7 @@ def test_optimizers_and_checkpoints(in_backward: str, optimizer: Any, reentrant:
 # -- processes and threads -----------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@needs_fork
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_forked_process_has_weights_of_its_own(trains: bool) -> None:
     """It reads them after its parent has written others, or trains on with the run that it has got."""

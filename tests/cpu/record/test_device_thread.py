@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cpu.lib.device_thread import backward_in_its_own_thread, in_both_threads, is_on
+from tests.cpu.lib.engines import needs_fork
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_a_signal_waits_for_the_end_of_backward(apart: None) -> None:
     assert events == ["backward", "signal"]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@needs_fork
 def test_a_forked_process_has_one_of_its_own(apart: None) -> None:
     seen: list[int] = []
     backward(lambda _: seen.append(threading.get_ident()))

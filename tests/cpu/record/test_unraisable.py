@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,3 +84,19 @@ def test_interrupt_in_a_destructor_of_ours_is_kept_while_any_run_is_open(seen: l
             interrupts.raise_deferred()
     _told(KeyboardInterrupt(), ours)
     assert len(seen) == 1
+
+
+def test_an_interrupt_in_a_finalizer_is_kept_whosever_it_is(seen: list[BaseException]) -> None:
+    """It is known to be dead, and nothing else. Other exceptions in it are left to the hook that was there."""
+
+    def raises(error: BaseException) -> None:
+        raise error
+
+    model = small()
+    with optimize(model, sgd(model), budget="min", **QUIET):
+        for error in (KeyboardInterrupt(), other := ValueError()):
+            weakref.finalize(held := small(), raises, error)
+            del held
+        assert seen == [other]
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.raise_deferred()
