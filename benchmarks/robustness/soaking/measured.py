@@ -180,8 +180,8 @@ class Soak:
 
 
 def _in_force(run: Run | None) -> Hashable:
-    """The run, the state of each of its signatures, with what its plan decides; what is parked between steps, as the plans of the
-    last steps say; and how many lives of plans are kept.
+    """The run, the state of each of its signatures, with what its plan decides; what is parked between steps, as the plans of
+    the last steps say; and how many lives of plans are kept.
     """
     if run is None:
         return None

@@ -135,7 +135,7 @@ def train(
             losses = losses_of(call, optimizer, steps, shape)
             status, regions = run.status(), run.session._compiled
             unmodified = next((m.peak_nbytes for m in regions._now.choice.measured), 0)
-            options = [len(stage.options) for stage in regions._stages_of_step()]
+            options = [len(stage.options) for stage in regions.stages_of_step()]
     return Trained(losses, _digest(model), status, unmodified, options)
 
 

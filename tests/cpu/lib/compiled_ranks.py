@@ -111,7 +111,7 @@ def train(
             optimizer.zero_grad()
             peaks.append(window.peak_nbytes)
         status = None if run is None else run.status()
-        stages = [] if run is None else run.session._compiled._stages_of_step()
+        stages = [] if run is None else run.session._compiled.stages_of_step()
     window.close()
     plan = None if status is None else status.plan
     return {
