@@ -116,12 +116,13 @@ def test_an_update_in_a_hook_has_its_weight_once() -> None:
         of[p].step()
         of[p].zero_grad()
 
-    for p in of:
-        p.register_post_accumulate_grad_hook(updates)
+    hooks = [p.register_post_accumulate_grad_hook(updates) for p in of]
     with optimize(model, list(of.values()), budget="min", offload="disk", max_slowdown=1e6) as run:
         for _ in range(8):
             model(torch.randn(16, 64)).square().mean().backward()
         status = run.status()
+    for hook in hooks:  # it holds the parameter that holds it
+        hook.remove()
     assert status.plan is not None and status.measured_peak_nbytes is not None
     assert {unit.module for unit in status.plan.weights if unit.are_trained} == {"0", "2", "4"}
     assert {"0.weight", "2.weight", "4.weight"} <= {state.parameter for state in status.plan.states}
