@@ -10,15 +10,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.torch_version import TorchVersion
 
 from lightning_memopt.fitting.autocast import IN_FLOAT32, IN_WIDEST, TO_FLOAT32, cuda_autocast
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 
 
-@pytest.mark.skipif(
-    torch.torch_version.TorchVersion(torch.__version__) < (2, 13), reason="rms_norm is not in the list of an older torch"
-)
+@pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 13), reason="rms_norm is not in the list of an older torch")
 @pytest.mark.parametrize(("macro", "ours"), [("FP32", IN_FLOAT32), ("FP32_SET_OPT_DTYPE", TO_FLOAT32), ("PROMOTE", IN_WIDEST)])
 def test_the_lists_are_those_of_this_torch(macro: str, ours: str) -> None:
     """Every op of ours is in torch's list, and the other way round, apart from ops that this torch alone has."""
