@@ -214,11 +214,11 @@ class EarlyUpdates:
         params = parameters_of(self.optimizer)
         # registered in every step, to run after the user's hooks, which see the gradient; copies of the model do not get them
         self._hooked = [p for p in params if p.requires_grad and p.is_leaf]
-        for p in self._hooked:
-            p.register_post_accumulate_grad_hook(self._hook)
-        self._handles.append(self.optimizer.register_load_state_dict_post_hook(self._loads))
-        self._handles.append(self.optimizer.register_state_dict_pre_hook(partial(self._saves, touched)))
         try:
+            for p in self._hooked:
+                p.register_post_accumulate_grad_hook(self._hook)
+            self._handles.append(self.optimizer.register_load_state_dict_post_hook(self._loads))
+            self._handles.append(self.optimizer.register_state_dict_pre_hook(partial(self._saves, touched)))
             with contextlib.nullcontext() if buckets is None else buckets.told(self.full, reduced):
                 self._reduced = frozenset() if buckets is None else buckets.parameters()
                 yield

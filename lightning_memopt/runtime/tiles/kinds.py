@@ -122,7 +122,8 @@ class Scatter(Rowwise):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.by_columns = all(s.recipe.by_columns for s in self.reads)
+        to, reads = self.args[0], self.reads
+        self.by_columns = type(to) is Seen and len(reads) == 1 and to.recipe.by_columns
 
     def tile(self, make: Make, span: Span) -> torch.Tensor:
         if not span.columns:
@@ -164,6 +165,7 @@ class LogSoftmax(Noting):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
+        self.by_columns = self.by_columns and _is_exact(self)
         self.top: torch.Tensor | None = None
         self.log_sum: torch.Tensor | None = None
         self._next = self.rows  # the first row without numbers
@@ -196,7 +198,7 @@ class LogSoftmax(Noting):
         assert self.log_sum is not None
         at = x.argmax(1, keepdim=True)
         span.of(self.top).copy_(x.gather(1, at))
-        torch.neg(result.gather(1, at), out=span.of(self.log_sum))
+        torch.mul(result.gather(1, at), -1, out=span.of(self.log_sum))  # unlike `neg`, it keeps the sign of nan
         self._next = span.end
 
     def padded(self, make: Make, span: Span) -> torch.Tensor:
@@ -262,7 +264,10 @@ class LogSoftmaxGradient(Noting):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.by_columns = self.by_columns and isinstance(self.args[1].recipe, LogSoftmax)
+        gradient, scores = (self.args[i].recipe for i in range(2))
+        alike = gradient.like.dtype == scores.like.dtype == self.like.dtype
+        noted = self._loss is not None or (alike and _is_exact(self))
+        self.by_columns = self.by_columns and isinstance(scores, LogSoftmax) and noted
         self.sums: torch.Tensor | None = None
 
     @property
@@ -281,7 +286,7 @@ class LogSoftmaxGradient(Noting):
         for span in spans(self.rows, size):
             # where g is -0 and the score is 0, the result is the sum, negated. Adding -0 changes no number.
             wide = _widened(tiles([gradient], span)[0], -0.0)
-            torch.neg(self.func(wide, torch.zeros_like(wide), 1, dtype)[:, -1:], out=span.of(sums))
+            torch.mul(self.func(wide, torch.zeros_like(wide), 1, dtype)[:, -1:], -1, out=span.of(sums))  # keeps the sign of nan
         self.sums = sums
 
     def tile(self, make: Make, span: Span) -> torch.Tensor:
@@ -300,6 +305,13 @@ class LogSoftmaxGradient(Noting):
         exponentials = self.func(one, of_scores, 1, dtype)[:, : span.n]
         del of_scores, one
         return torch.addcmul(make(gradient), exponentials, self.sums)
+
+
+def _is_exact(recipe: Recipe) -> bool:
+    """Whether the kernel computes in the type of its result. For bfloat16 it computes in float32: the numbers of a row that are
+    noted in bfloat16 are others, which a proof on logits of zeros does not show.
+    """
+    return recipe.like.dtype in (torch.float32, torch.float64)
 
 
 def _widened(tile: torch.Tensor, padding: float) -> torch.Tensor:

@@ -218,6 +218,9 @@ def test_an_interrupt_while_hooks_are_registered_leaves_none(monkeypatch: pytest
         registered.clear()
         del loss
         optimizer.zero_grad()
+        squares(model, WIDE[1]).backward()  # the first of several that accumulate
+        assert len(updates) == count
+        optimizer.zero_grad()
         plain(model, run, optimizer, WIDE[:1])
         assert len(updates) == count + 6
 

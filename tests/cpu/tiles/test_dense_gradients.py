@@ -140,3 +140,19 @@ def test_a_head_with_a_bias_and_smoothed_labels():
     torch.manual_seed(1)
     ran = compare(smoothed, Biased())
     assert (ran.status.plan.tiles[0].columns > 0) == runs_by_columns(), ran.lines
+
+
+@pytest.mark.parametrize("loop", (inside, smoothed, preferred))
+def test_a_head_of_zeros_proves_nothing_that_later_steps_break(loop):
+    """In bfloat16, tiles of columns give the bits of the kernel for logits of zeros, and for no others."""
+
+    def warms_up(model, optimizer, log, run):
+        rates = iter([0.0] * 4)
+        optimizer.register_step_pre_hook(lambda own, *_: own.param_groups[0].update(lr=next(rates, 1e-2)))
+        loop(model, optimizer, log, run)
+
+    torch.manual_seed(1)
+    model = LanguageModel().to(torch.bfloat16)
+    with torch.no_grad():
+        model.head.weight.zero_()
+    compare(warms_up, model)
