@@ -227,15 +227,20 @@ _GRAD: Any = torch.Tensor.grad
 
 def accumulation_hooks(p: torch.Tensor) -> list[Any]:
     """What is called when autograd has accumulated the gradient of this leaf."""
-    return list((getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())
+    return list(_accumulation_hooks(p).values())
 
 
 def remove_accumulation_hook(parameters: Iterable[torch.Tensor], hook: Callable[..., None]) -> None:
     """Remove this hook of leaves, however often it was registered: an interrupt may come before there is a handle of it."""
     for p in parameters:
-        hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
+        hooks = _accumulation_hooks(p)
         for key in [key for key, other in hooks.items() if other == hook]:
             del hooks[key]
+
+
+def _accumulation_hooks(p: torch.Tensor) -> dict[int, Any]:
+    """Those of a leaf, by their keys."""
+    return getattr(p, "_post_accumulate_grad_hooks", None) or {}
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:

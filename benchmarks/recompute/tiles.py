@@ -64,6 +64,11 @@ class Head(NamedTuple):
     picked: bool = False
     dtype: torch.dtype = torch.float32
 
+    @property
+    def is_usual(self) -> bool:
+        """Whether the loss is the cross-entropy of the product itself."""
+        return not (self.capped or self.smoothing or self.picked)
+
 
 HEADS = {
     "gpt2": Head(50_257, 128, 1024),
@@ -96,13 +101,12 @@ Row = dict[str, Any]
 
 
 class Model(nn.Module):
-    """Two residual blocks and a head. `way`: how the loss is computed."""
+    """Two residual blocks and a head. of: its sizes, and its loss. `way`: how the loss is computed."""
 
     def __init__(self, head: Head, way: str) -> None:
         super().__init__()
         self.way = way
-        self.capped, self.smoothing, self.picked = head.capped, head.smoothing, head.picked
-        self.tokens = head.tokens
+        self.of = head
         self.embedding = nn.Embedding(1024, head.width)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(head.width), nn.Linear(head.width, 256), nn.GELU(), nn.Linear(256, head.width))
@@ -113,12 +117,12 @@ class Model(nn.Module):
 
     def loss(self, x: torch.Tensor, labels: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
         logits = self.head(x)
-        if self.capped:
+        if self.of.capped:
             logits = torch.tanh(logits / 30.0) * 30.0
-        if self.picked:
+        if self.of.picked:
             scores = F.log_softmax(logits, -1).gather(-1, labels[:, None])
             return -scores.sum() if reduction == "sum" else -scores.mean()
-        return F.cross_entropy(logits, labels, reduction=reduction, label_smoothing=self.smoothing)
+        return F.cross_entropy(logits, labels, reduction=reduction, label_smoothing=self.of.smoothing)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.embedding(ids)
@@ -129,7 +133,7 @@ class Model(nn.Module):
         if self.way == "chunked loop":
             parts = zip(x.chunk(CHUNKS), labels.chunk(CHUNKS), strict=True)
             sums = [checkpoint(self.loss, part, label, "sum", use_reentrant=False) for part, label in parts]
-            return torch.stack(sums).sum() / self.tokens
+            return torch.stack(sums).sum() / self.of.tokens
         if self.way == "linear_cross_entropy":
             return F.linear_cross_entropy(x, self.head.weight, labels)  # type: ignore[attr-defined, no-any-return]
         return self.loss(x, labels)
@@ -137,11 +141,7 @@ class Model(nn.Module):
 
 def ways(head: Head) -> list[str]:
     """The ways in which this head can be trained here."""
-    theirs = (
-        ["linear_cross_entropy"]
-        if hasattr(F, "linear_cross_entropy") and not (head.capped or head.smoothing or head.picked)
-        else []
-    )
+    theirs = ["linear_cross_entropy"] if hasattr(F, "linear_cross_entropy") and head.is_usual else []
     return ["plain", "checkpoint", "chunked loop", *theirs, "ours, whole", "ours, tiles", "ours, half", "ours, room"]
 
 

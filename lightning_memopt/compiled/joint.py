@@ -36,6 +36,7 @@ _FLOPS_PER_SECOND, _BYTES_PER_SECOND = 8e9, 1e9
 """Rates of an assumed machine. Only their ratio matters, because plans of a region are compared by FLOPs first."""
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _WIDE = 8
+"""How many times as many columns logits have, at least, as what is multiplied to make them."""
 _SEEDED = ("inductor_lookup_seed", "inductor_random", "inductor_randint")
 """Inductor's random ops. They may run again: they give the same bits for the same seed, and seeds are kept."""
 _NESTED = "invoke_subgraph"
@@ -119,14 +120,15 @@ class Joint:
         """Bytes of the largest product of matrices in the forward that has at least `_WIDE` times as many columns as what it
         multiplies, as logits have; 0 if there is none.
         """
-        found = [0]
+        largest_nbytes = 0
         for node in self.ops:
             if node in self.backward or node.target not in _PRODUCTS:
                 continue
-            x, product = node.args[-2].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+            x = node.args[-2].meta["val"]  # type: ignore[union-attr]
+            product = node.meta["val"]
             if number(product.size(-1)) >= _WIDE * number(x.size(-1)):
-                found.append(nbytes_of(product))
-        return max(found)
+                largest_nbytes = max(largest_nbytes, nbytes_of(product))
+        return largest_nbytes
 
     def _graph(self, reading: _Reading, nodes: Sequence[fx.Node]) -> Graph:
         forward = [node for node in self.ops if node not in self.backward]

@@ -215,18 +215,17 @@ class ParkedGradients:
         self._shelf = Shelf(self.tier_nbytes, directory, self._parameters[0].device, limit_nbytes)
         self.nbytes = {id(p): n for p, n in nbytes.items()}
         self.places = {key: _Place(self._shelf, n) for key, n in self.nbytes.items()}
-        self._hooked = {id(p): p for p in self._parameters}
-        try:
-            for p in self._parameters:
-                _listen(p, self._accumulated)
-        except BaseException:  # an interrupt, too
-            self._stop_listening(self._hooked)
-            raise
         self._later: frozenset[int] = frozenset()
         self._turns: frozenset[int] = frozenset()
         self._leaving: tuple[torch.Tensor, _Place, _Leaving] | None = None
         self._streams = OwnStreams()
         _living.add(self)
+        try:
+            for p in self._parameters:
+                _listen(p, self._accumulated)
+        except BaseException:  # an interrupt, too
+            remove_accumulation_hook(self._parameters, self._accumulated)
+            raise
 
     def leave_later(self, until: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """From now on, the gradients of these parameters leave when that of another one is accumulated, and no others do.
@@ -304,15 +303,12 @@ class ParkedGradients:
     def park_only(self, parameters: Collection[torch.Tensor]) -> None:
         """From now on, only the gradients of these parameters are parked."""
         self.leave()
+        remove_accumulation_hook([p for p in self._parameters if p not in parameters], self._accumulated)
         self._parameters = [p for p in self._parameters if p in parameters]
         kept = set(map(id, self._parameters))
-        self._stop_listening(self._hooked.keys() - kept)
         self._bring_home(self.places.keys() - kept)
         self.places = {key: place for key, place in self.places.items() if key in kept}
         self.nbytes = {key: self.nbytes[key] for key in self.places}
-
-    def _stop_listening(self, keys: Iterable[int]) -> None:
-        remove_accumulation_hook([self._hooked.pop(key) for key in tuple(keys)], self._accumulated)
 
     def before_fork(self) -> None:
         if all(on_host(p.device) for p in self._parameters):
@@ -321,7 +317,7 @@ class ParkedGradients:
     def close(self) -> None:
         """Q2. May be called again."""
         self.leave()
-        self._stop_listening(self._hooked)
+        remove_accumulation_hook(self._parameters, self._accumulated)
         if self._bring_home(self.places):
             self._shelf.close()
         else:

@@ -71,7 +71,7 @@ class Techniques:
     pooled: steps that the planned pool served.
     rebuilt_ops: ops that one step of a plan in force runs again, at most.
     forms: forms in which plans in force park tensors.
-    moved_nbytes: bytes that went to tiers and back.
+    moved_nbytes: bytes that went to tiers and back under one plan: the most that were seen.
     """
 
     forwards: Counter[str] = field(default_factory=Counter)
@@ -95,14 +95,13 @@ class Techniques:
         self.rebuilt_ops = max(self.rebuilt_ops, state.plan.predicted.rebuilt_ops)
         forms = {life.form for life in state.plan.lives if life.how == "fetch"}
         self.forms |= forms
-        if not self.moved_nbytes and any(
-            "disk" in form for form in forms
-        ):  # at the end of the run another plan may be in force
+        if "disk" in "".join(forms) and not self.moved_nbytes:  # when the run ends, another plan may be in force
             self._moved(run)
 
     def _moved(self, run: Run) -> None:
         transfers = run.session.transfers()
-        self.moved_nbytes += 0 if transfers is None else transfers.moved_nbytes
+        if transfers is not None:
+            self.moved_nbytes = max(self.moved_nbytes, transfers.moved_nbytes)
 
     def run_ends(self, run: Run) -> None:
         self._moved(run)
@@ -186,14 +185,15 @@ def _in_force(run: Run | None) -> Hashable:
     if run is None:
         return None
     lives = sum(type(o) is Life for o in gc.get_objects())
-    states = run.session._plan_cache.items()
 
     def decided(s: object) -> int:
         return hash((s.plan.lives, s.plan.updates, s.plan.states, s.plan.weights)) if isinstance(s, Running) else 0
 
-    plans = ((str(signature), type(s).__name__, decided(s)) for signature, s in states)
-    weights, states = run.session._at_rest.weights.parked, run.session._at_rest.states._states
-    return id(run), lives, tuple(sorted(plans)), hash(states), None if weights is None else tuple(sorted(weights.paths))
+    plans = ((str(signature), type(s).__name__, decided(s)) for signature, s in run.session._plan_cache.items())
+    at_rest = run.session._at_rest
+    weights = at_rest.weights.parked
+    paths = None if weights is None else tuple(sorted(weights.paths))
+    return id(run), lives, tuple(sorted(plans)), hash(at_rest.states._states), paths
 
 
 def measured(seed: int, count: int, combination: Combination, plain: bool, digests: Path) -> dict[str, Any]:

@@ -208,7 +208,9 @@ class Placing:
         """Whether the plan knows that this memory is cut into pieces with version counters of their own: the version is matched
         to such a tensor, or the plan's op at the cursor reads one that it may be.
         """
-        cut_by, j, own = self.program.cut_by, self.cursor.position, version.holding.tensor
+        cut_by = self.program.cut_by
+        j = self.cursor.position
+        own = version.holding.tensor
         if own is not None:
             return cut_by.get(own, j) < j
         inputs = self.program.inputs[j] if j < len(self.program.inputs) and not self.cursor.lost else ()

@@ -299,11 +299,11 @@ class LogSoftmaxGradient(Noting):
             return of_loss[:, : span.n]
         assert self.sums is not None, "the sums were noted before"
         of_scores = _widened(make(scores), _NEGLIGIBLE)
-        one = torch.full_like(of_scores, -0.0)
-        one[:, -1] = 1
+        unit = torch.full_like(of_scores, -0.0)  # gradients whose sum is 1
+        unit[:, -1] = 1
         # the exponentials as the kernel computes them, negated. It subtracts their products with the sums in one rounding.
-        exponentials = self.func(one, of_scores, 1, dtype)[:, : span.n]
-        del of_scores, one
+        exponentials = self.func(unit, of_scores, 1, dtype)[:, : span.n]
+        del of_scores, unit
         return torch.addcmul(make(gradient), exponentials, self.sums)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.cpu.lib.engines import needs_tiles
-from tests.cpu.tiles.language_model import CLASSES, LanguageModel, batches, compare
+from tests.cpu.tiles.language_model import CLASSES, LanguageModel, Log, Loop, batches, compare
 from tests.cpu.tiles.test_loops import inside, policy, preferred, smoothed
 
 pytestmark = needs_tiles
@@ -39,59 +41,53 @@ def runs_by_columns() -> bool:
     return compare(inside).status.plan.tiles[0].columns > 0 and rounds_once()
 
 
-def smoothed_by_hand(model, optimizer, log, run):
+def by(loss_of: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> Loop:
+    """A loop that trains with a loss of (logits, ids, labels)."""
+
+    def loop(model: Any, optimizer: Any, log: Log, run: Any) -> None:
+        for ids, labels in batches():
+            loss = loss_of(model(ids)[0], ids, labels)
+            loss.backward()
+            log.note(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    loop.__name__ = loss_of.__name__
+    return loop
+
+
+@by
+def smoothed_by_hand(logits, ids, labels):
     """Label smoothing as the Trainer of transformers writes it."""
-
-    def loss_of(logits, labels):
-        scores = -F.log_softmax(logits, -1)
-        labels = labels.unsqueeze(-1)
-        ignored = labels.eq(-100)
-        of_targets = scores.gather(-1, labels.clamp(min=0)).masked_fill_(ignored, 0.0)
-        of_all = scores.sum(-1, keepdim=True, dtype=torch.float32).masked_fill_(ignored, 0.0)
-        active = ignored.numel() - ignored.long().sum()
-        return 0.9 * of_targets.sum() / active + 0.1 * of_all.sum() / (active * CLASSES)
-
-    for ids, labels in batches():
-        loss = loss_of(model(ids)[0], labels)
-        loss.backward()
-        log.note(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+    scores = -F.log_softmax(logits, -1)
+    labels = labels.unsqueeze(-1)
+    ignored = labels.eq(-100)
+    of_targets = scores.gather(-1, labels.clamp(min=0)).masked_fill_(ignored, 0.0)
+    of_all = scores.sum(-1, keepdim=True, dtype=torch.float32).masked_fill_(ignored, 0.0)
+    active = ignored.numel() - ignored.long().sum()
+    return 0.9 * of_targets.sum() / active + 0.1 * of_all.sum() / (active * CLASSES)
 
 
-def focal(model, optimizer, log, run):
+@by
+def focal(logits, ids, labels):
     """A focal loss: what is likely already counts less."""
-    for ids, labels in batches():
-        scores = F.log_softmax(model(ids)[0], -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-        loss = -((1 - scores.exp()).square() * scores).mean()
-        loss.backward()
-        log.note(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+    scores = F.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return -((1 - scores.exp()).square() * scores).mean()
 
 
-def several(model, optimizer, log, run):
+@by
+def several(logits, ids, labels):
     """Three scores of each row are picked, of which two may be the same: their gradients are added up."""
-    for ids, labels in batches():
-        picked = torch.stack([ids, labels.clamp(min=0), ids.roll(3, 1)], -1)
-        scores = model(ids)[0].log_softmax(-1).gather(-1, picked)
-        loss = -(scores * torch.tensor([1.0, 0.5, -0.25])).sum()
-        loss.backward()
-        log.note(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+    picked = torch.stack([ids, labels.clamp(min=0), ids.roll(3, 1)], -1)
+    scores = logits.log_softmax(-1).gather(-1, picked)
+    return -(scores * torch.tensor([1.0, 0.5, -0.25])).sum()
 
 
-def entropic(model, optimizer, log, run):
+@by
+def entropic(logits, ids, labels):
     """The entropy is a part of the loss: the gradient of each score depends on the score."""
-    for ids, _ in batches():
-        scores = model(ids)[0].log_softmax(-1)
-        loss = (scores.exp() * scores).sum(-1).mean()
-        del scores
-        loss.backward()
-        log.note(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+    scores = logits.log_softmax(-1)
+    return (scores.exp() * scores).sum(-1).mean()
 
 
 @pytest.mark.parametrize("loop", (smoothed, smoothed_by_hand, preferred, focal, several, entropic))
