@@ -41,6 +41,8 @@ NO_LOSS = "no loss reads the logits in a way that can run on tiles"
 NO_STEP = "its product of matrices does not run where it was seen: steps begin with other calls of the model"
 _PATIENCE = 3
 """Maximum number of steps that may miss the head: then it stays whole."""
+_BLANK = 32
+"""Maximum number of steps whose comparisons may show nothing: a head that begins with zeros, and a rate that begins with 0."""
 _NEVER: Cost = (2, 0.0)
 """What the step as it is costs where it does not fit into the device's memory."""
 
@@ -56,6 +58,7 @@ class LossHead:
     proof: what the step that is over has compared, or the next one compares; None for the first sizes.
     proved: the step that is over has compared tiles.
     missed: how many steps in a row should have run the head in tiles, and did not come to it.
+    blank: how many steps have compared numbers that show nothing about tiles.
     flags: the numeric settings under which tiles were compared, the number of threads among them.
     ways: the tiles in which it may run.
     observed: the graphs of steps that ran in these ways, as far as they have.
@@ -68,6 +71,7 @@ class LossHead:
     proof: Proof | None = None
     proved: bool = False
     missed: int = 0
+    blank: int = 0
     flags: object = None
     ways: Sequence[TiledHead] = ()
     observed: list[Graph] = field(default_factory=list)
@@ -106,6 +110,10 @@ class LossHead:
         again = self.proof.again()
         ways = self.proof.results(self.head.tokens) if again is None else []
         why = ""
+        if self.proof.shows_nothing:
+            self.blank += 1
+            if self.blank == _BLANK:
+                why = f"{self.proof.shows_nothing} gave only zeros, one number or nan in {_BLANK} steps, which proves nothing"
         if again is None and not ways:
             wrong = self.proof.wrong
             why = other_bits(wrong) if wrong else NO_LOSS

@@ -260,7 +260,8 @@ class Tiling(Part):
     def _turned_out(self, proof: Proof, head: TiledHead) -> None:
         """The first step of a plan that the user gave has compared its tiles."""
         wrong = proof.refutes(sizes_of(head))
-        if proof.logits[0] == (head.tokens, head.classes) and (proof.exits or wrong):
+        shown = proof.exits and not proof.shows_nothing
+        if proof.logits[0] == (head.tokens, head.classes) and (shown or wrong):
             self._given = frozenset() if wrong else proof.tiled
             self._flags = numeric_flags()
         self._tell(other_bits(wrong) if wrong else "")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lightning_memopt.runtime.tiles.exits import Exit, Product
+from lightning_memopt.runtime.tiles.exits import Exit, Gradient, Product
 from lightning_memopt.runtime.tiles.kinds import Product as Logits
 from lightning_memopt.runtime.tiles.kinds import Whole
 from lightning_memopt.runtime.tiles.recipes import Recipe, Seen, Span, spans
@@ -85,6 +85,8 @@ class Proof:
     """Keys of all exits."""
     _readers: set[str] = field(default_factory=set)
     """Names of ops that read whole tensors."""
+    _varies: dict[str, bool] = field(default_factory=dict)
+    """Name or key of a sum over many numbers, which runs in tiles -> whether its numbers have varied."""
     _last: tuple[weakref.ref[Recipe], torch.Tensor] | None = None
     """The recipe that was compared last, with its result: the next op usually reads that. It is freed with the recipe, that is,
     when nothing can read it any more.
@@ -94,6 +96,13 @@ class Proof:
     def exits(self) -> int:
         """How many exits have been compared."""
         return len(self._exits)
+
+    @property
+    def shows_nothing(self) -> str:
+        """The name of an op that was compared on zeros alone, or on one number, whose sum has the same bits in any order: in
+        tiles it may have others in later steps. "" if there is none.
+        """
+        return next((key for key, varies in self._varies.items() if not varies), "")
 
     @property
     def tiled(self) -> frozenset[str]:
@@ -111,6 +120,8 @@ class Proof:
         takes = [*recipe.reads, recipe.all]
         rows, whole = self._where_it_fits(recipe, takes, 1, divides, lambda rows: self._compared(recipe, name, rows))
         if not self._first[name]:
+            if isinstance(recipe, Logits):
+                self._summed(name, *recipe.args[-2:])
             self._last = (weakref.ref(recipe, self._gone), whole) if rows is None else None
             return recipe
         if self._first[name] == len(self.rows):
@@ -161,10 +172,16 @@ class Proof:
             self._by_columns.add(key)
         elif isinstance(exit, Product):
             self._products.add(key)
+        at = self._first[key]
+        if not at and isinstance(exit, Gradient):
+            self._summed(key, result)
         if rows is None:
             return result
-        at = self._first[key]
         return exit.run(self.rows[at], self.rows[0]) if at < len(self.rows) else exit.whole(self._made(exit.all_reads, None))
+
+    def _summed(self, key: str, *numbers: torch.Tensor) -> None:
+        """`numbers`: what was summed up, or the sums."""
+        self._varies[key] = self._varies.get(key, False) or all(map(_varies, numbers))
 
     def assembled(self, recipe: Recipe, reader: str) -> torch.Tensor:
         """The result of a recipe, for an op that reads it whole."""
@@ -260,14 +277,16 @@ class Proof:
 
     def again(self) -> Proof | None:
         """The proof of another step: of larger tiles, where the smallest ones did not give the bits of some op and larger ones
-        did. None if there is nothing to gain.
+        did, or of the same ones, where this step shows nothing. None if there is nothing to gain.
         """
         by_rows = self._first.keys() - self._by_columns
         rows, columns = (
             max((at for key in keys if (at := self._first[key]) < len(sizes)), default=0)
             for keys, sizes in ((by_rows, self.rows), (self._by_columns, self.columns))
         )
-        return replace(self.anew(), rows=self.rows[rows:], columns=self.columns[columns:]) if rows or columns else None
+        if not (rows or columns or self.shows_nothing):
+            return None
+        return replace(self.anew(), rows=self.rows[rows:], columns=self.columns[columns:])
 
     def anew(self) -> Proof:
         """The same proof of another step, because other ranks need one."""
@@ -309,6 +328,14 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have the same bits."""
     words = _WORDS[a.dtype.itemsize]
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(words), b.contiguous().view(words))
+
+
+def _varies(t: torch.Tensor) -> bool:
+    """Whether a tensor has two different numbers, and is free of nan."""
+    if not t.numel():
+        return False
+    least, most = torch.aminmax(t)
+    return bool(least < most)
 
 
 def _is_near(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -326,6 +326,32 @@ def test_what_the_first_step_did_not_come_to_is_not_taken_from_a_file(tmp_path, 
     compare(failing, plan=path)
 
 
+def test_a_file_is_compared_again_where_the_first_step_shows_nothing(tmp_path, monkeypatch):
+    """The labels of the first step are ignored, so all tiles of gradients are zero there, and have other bits later."""
+    path = str(tmp_path / "plan.json")
+    assert compare(_saving(path)).status.plan.tiles
+    into = Product.into
+
+    def wrong(self, out, span):
+        into(self, out, span)
+        out.mul_(1.5)
+
+    def ignoring(model, optimizer, log, run):
+        for step, (ids, labels) in enumerate(batches()):
+            labels = labels if step else torch.full_like(labels, -100)
+            loss = F.cross_entropy(model(ids)[0].view(-1, CLASSES), labels.view(-1))
+            if not step:
+                loss = loss.nan_to_num()
+            loss.backward()
+            log.note(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    monkeypatch.setattr(Product, "into", wrong)
+    (why,) = compare(ignoring, plan=path).why_whole
+    assert "tiles give other bits than the whole op on this machine" in why
+
+
 def test_a_file_with_wrong_tiles_is_refused(tmp_path):
     path = str(tmp_path / "plan.json")
 
@@ -498,3 +524,44 @@ def test_methods_of_tensors_are_wrapped_once():
     compare(counting)
     assert max(most) <= 1
     assert depth() == 0
+
+
+def _ignoring(first, steps=12):
+    """Trains for so many steps, in the first of which all labels are ignored: the gradient of the logits is zero."""
+
+    def train(model, optimizer, log, run):
+        for step, (ids, labels) in enumerate(batches(steps)):
+            labels = torch.full_like(labels, -100) if step < first else labels
+            loss = F.cross_entropy(model(ids)[0].view(-1, CLASSES), labels.view(-1), reduction="sum")
+            loss.backward()
+            log.note(loss)
+            phase = "" if run() is None else run().session._tiling._now.phase
+            phases.append(phase)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    phases = []
+    train.phases = phases
+    return train
+
+
+def test_a_gradient_of_zeros_proves_nothing():
+    """Zeros add up to the same bits in any order, so tiles are compared again in a step whose gradients vary."""
+    zeros, none = _ignoring(6), _ignoring(0)
+    ran, at_once = compare(zeros), compare(none)
+    assert ran.tiled, ran.lines
+    assert at_once.tiled
+    proofs = [loop.phases[12:].count("prove") for loop in (zeros, none)]
+    assert proofs[0] == proofs[1] + 5, (zeros.phases, none.phases)
+
+
+def test_a_head_that_stays_zero_stays_whole():
+    torch.manual_seed(1)
+    model = LanguageModel()
+    with torch.no_grad():
+        model.head.weight.zero_()
+    model.head.weight.requires_grad = False
+    ran = compare(_ignoring(0, 40), model)
+    assert not ran.tiled
+    (why,) = ran.why_whole
+    assert "gave only zeros, one number or nan in 32 steps, which proves nothing" in why, why
