@@ -37,6 +37,8 @@ _FLOPS_PER_SECOND, _BYTES_PER_SECOND = 8e9, 1e9
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _WIDE = 8
 """How many times as many columns logits have, at least, as what is multiplied to make them."""
+_OF_SOFTMAX = ("amax", "softmax", "logsumexp")
+"""Words in the names of ops that a softmax is, or of the first one of those into which inductor takes it apart."""
 _SEEDED = ("inductor_lookup_seed", "inductor_random", "inductor_randint")
 """Inductor's random ops. They may run again: they give the same bits for the same seed, and seeds are kept."""
 _NESTED = "invoke_subgraph"
@@ -117,8 +119,8 @@ class Joint:
 
     @property
     def logits_nbytes(self) -> int:
-        """Bytes of the largest product of matrices in the forward that has at least `_WIDE` times as many columns as what it
-        multiplies, as logits have; 0 if there is none.
+        """Bytes of the largest product of matrices in the forward that may be logits: it has at least `_WIDE` times as many
+        columns as what it multiplies, and is a result of the region, or read by a softmax. 0 if there is none.
         """
         largest_nbytes = 0
         for node in self.ops:
@@ -126,7 +128,7 @@ class Joint:
                 continue
             x = node.args[-2].meta["val"]  # type: ignore[union-attr]
             product = node.meta["val"]
-            if number(product.size(-1)) >= _WIDE * number(x.size(-1)):
+            if number(product.size(-1)) >= _WIDE * number(x.size(-1)) and _are_scores(node):
                 largest_nbytes = max(largest_nbytes, nbytes_of(product))
         return largest_nbytes
 
@@ -314,6 +316,18 @@ def flops_of(node: fx.Node) -> int:
     arguments = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (node.args, dict(node.kwargs), node))
     args, kwargs, made = with_numbers(arguments)
     return int(formula(*args, **kwargs, out_val=made))
+
+
+def _are_scores(product: fx.Node) -> bool:
+    """Whether a softmax reads this product, or the region returns it: as it is, or after ops that read nothing else."""
+    waiting = [product]
+    while waiting:
+        for user in waiting.pop().users:
+            if user.op == "output" or any(name in str(user.target) for name in _OF_SOFTMAX):
+                return True
+            if len(user.all_input_nodes) == 1:
+                waiting.append(user)
+    return False
 
 
 def _device(nodes: Iterable[fx.Node]) -> str:

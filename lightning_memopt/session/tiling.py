@@ -327,7 +327,7 @@ class Tiling(Part):
             peak_nbytes = unmodified_peak(graph, machine)
             too_large = limit_nbytes is None or peak_nbytes > limit_nbytes
             needed = now.proved or (too_large and are_worth_tiles(graph, peak_nbytes))
-            if too_large and not needed and is_worth_tiles(compiled_nbytes, peak_nbytes):
+            if too_large and not (needed or why_not()) and is_worth_tiles(compiled_nbytes, peak_nbytes):
                 self._tell(f"{format_nbytes(compiled_nbytes)} of logits are made in compiled code. {_COMPILE_OTHERS}")
             if needed or not self._agreement.alone:
                 return now.looked(graph, self._model, needed, self._cannot)
