@@ -176,6 +176,10 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Logits are large, the budget does not hold the step as it is, and the line says why the head stays whole.",
         "Set `tile='off'` to hear no more of it.",
     ),
+    ("session/tiling.py", "MemOpt: tiles are compared again"): (
+        "The head is zero, all labels of the batch are ignored, or the loss is nan: such numbers prove nothing.",
+        "Nothing, if a later step is different; the budget is not kept before one is.",
+    ),
     ("session/loss_head.py", "MemOpt: …. Their bits"): ("Tiles keep the budget in the least time.", NOTHING),
     ("session/tiling.py", "MemOpt: …, which are made in tiles"): (
         "The loop read logits, or held them while weights were updated. Then they are made whole, which takes their memory.",

@@ -112,10 +112,14 @@ class EarlyUpdating(Part):
         self.late: set[str] = set()
         self._names: dict[int, str] = {}
         self._marked = self._before_forward = self._keeps = self._clears = False
+        self._in_closure = False  # of the optimizer's step: it reads gradients after a backward that runs inside of it
         self._say_once = Once(say)
         self._gradients: dict[str, TensorWeakRef] = {}
         self._read_names: set[str] = set()
         self._touched_names: set[str] = set()
+        # since the last backward. They count if the optimizer's step follows; a loop that gives a step up may do anything
+        self._read_now: set[str] = set()
+        self._touched_now: set[str] = set()
 
     def adopt(self, names: Iterable[str]) -> None:
         """A plan was given: it updates the parameters with these names early."""
@@ -141,6 +145,7 @@ class EarlyUpdating(Part):
                 "backward only when the step is certain to follow it, or set optimizer_in_backward='never'."
             )
         self.updates.stop_reading()  # of an earlier backward that updated nothing: we read weights, too
+        self._settle(stepped=False)
         # a loop that clears gradients in another way than by `zero_grad` does so from the first step on, and is not checked
         self._clears = self._clears or (bool(self._gradients) and self.updates.cleared)
         if self._clears and self.updates.freed:
@@ -184,8 +189,7 @@ class EarlyUpdating(Part):
         """Code reads the gradient of `p` before the optimizer's step: later steps must not free it early."""
         name = self._names.get(id(p))
         if name is not None:
-            self.late.add(name)
-            self._read_names.add(name)
+            self._read_now.add(name)
 
     def _touched(self, p: torch.Tensor, writes: bool) -> None:
         """Code reads the weight or the state of `p` before the optimizer's step, or `writes` there: later steps must not update
@@ -196,8 +200,16 @@ class EarlyUpdating(Part):
                 raise self._too_late(*_TOUCHED)
             self.updates.written = True
         elif (name := self._names.get(id(p))) is not None:
-            self.late.add(name)
-            self._touched_names.add(name)
+            self._touched_now.add(name)
+
+    def _settle(self, stepped: bool) -> None:
+        """What was read and touched since the last backward counts if the optimizer `stepped`."""
+        if stepped:
+            self._read_names |= self._read_now
+            self._touched_names |= self._touched_now
+            self.late |= self._read_now | self._touched_now
+        self._read_now.clear()
+        self._touched_now.clear()
 
     def update_begins(self, optimizer: torch.optim.Optimizer, own: bool, closure: bool) -> None:
         """See `Part`. Raises UpdatesInBackwardError where options, gradients, weights or state have changed since parameters
@@ -205,13 +217,14 @@ class EarlyUpdating(Part):
         """
         self.updates.stop_reading()  # the optimizer reads gradients
         if closure:
+            self._in_closure = own
             self._refuse(_CLOSURE)
         if not own:
             return
+        if not self.updates.updated and self.updates.touched():  # by no op: it is not known which ones
+            self._touched_now.update(self._names.values())
+        self._settle(stepped=True)
         if not self.updates.updated:
-            if self.updates.touched():  # by no op: it is not known which ones
-                self.late |= set(self._names.values())
-                self._touched_names |= set(self._names.values())
             return
         if self.updates.options_changed():
             what, fix = _SCHEDULED
@@ -332,6 +345,8 @@ class EarlyUpdating(Part):
 
     def step_ended(self, planned: Sequence[object]) -> None:
         self._marked = False
+        self._settle(self._in_closure)
+        self._in_closure = False
         self.updates.step_ended()
 
     def close(self) -> None:

@@ -62,6 +62,7 @@ class LossHead:
     flags: the numeric settings under which tiles were compared, the number of threads among them.
     ways: the tiles in which it may run.
     observed: the graphs of steps that ran in these ways, as far as they have.
+    changed: a planned step read logits otherwise than the step that was compared: if another is observed, it compares again.
     best: which plan is the best: 0 for the one of the step as it is, else that of a way, from 1 on.
     """
 
@@ -75,7 +76,15 @@ class LossHead:
     flags: object = None
     ways: Sequence[TiledHead] = ()
     observed: list[Graph] = field(default_factory=list)
+    changed: bool = False
     best: int = 0
+
+    def begins_again(self) -> None:
+        """What was compared may not be what runs now: the next step compares again."""
+        self.phase = "prove"
+        self.proof = None
+        self.observed = []
+        self.changed = False
 
     # -- the step that is over ---------------------------------------------------------------------
 

@@ -144,10 +144,8 @@ class Tiling(Part):
             work = None if head is None else self._work(state, head)
         elif isinstance(state, Observing) and head is not None:
             now = self._now
-            if now.phase == "tiled" and now.flags != numeric_flags():
-                now.phase = "prove"
-                now.proof = None
-                now.observed = []
+            if now.phase == "tiled" and (now.changed or now.flags != numeric_flags()):
+                now.begins_again()
             if now.phase == "prove":
                 work = now.proof or self._proof(head.rows, head.columns)
             elif now.phase == "tiled":
@@ -250,6 +248,10 @@ class Tiling(Part):
         self._leave()
         if mode.outcome.tokens and isinstance(mode.work, Sizes):
             self._tell(f"they were compared for {mode.work.tokens:,} tokens, and some steps have others")
+        op = mode.work.shows_nothing if isinstance(mode.work, Proof) else ""
+        if op and "shows nothing" not in self._said:
+            self._said.add("shows nothing")
+            self._say(f"MemOpt: tiles are compared again in the next step: {op} gave only zeros, one number or nan in this one")
         if isinstance(mode.work, Proof) and given is not None:
             self._turned_out(mode.work, given)
         elif isinstance(mode.work, Proof) and self._begun is not None:
@@ -374,6 +376,8 @@ class Tiling(Part):
             self._say(f"MemOpt: no loss head runs in tiles: {why}")
 
     def _was_read(self, mode: TileMode) -> None:
+        if self._begun is not None and mode.outcome.read.keys() - {HELD}:
+            self._begun.changed = True
         for reader, nbytes in mode.outcome.read.items():
             if reader not in self._said:
                 self._said.add(reader)

@@ -14,7 +14,7 @@ import torch
 
 from lightning_memopt.record.tensors import tensors_in
 from lightning_memopt.runtime.tiles.kinds import LogSoftmax, Noting, alone, on_rows
-from lightning_memopt.runtime.tiles.recipes import Recipe, Seen, Span, around, run_whole, seen_in, spans, tiles
+from lightning_memopt.runtime.tiles.recipes import Recipe, Seen, Span, around, digest, run_whole, seen_in, spans, tiles
 from lightning_memopt.runtime.tiles.rules import may_be_lost, meta, reducing
 from lightning_memopt.torch_private import OpOverload
 
@@ -24,7 +24,7 @@ _ATEN = torch.ops.aten
 class Exit:
     """An op that reads tiles.
 
-    key: its name, for proofs.
+    key: its name, for proofs and messages.
     columns: whether it reads tiles of columns.
     reads: the view that it reads in tiles.
     """
@@ -40,6 +40,13 @@ class Exit:
     @property
     def key(self) -> str:
         return self._func._name + self.reads.which
+
+    @property
+    def proven_as(self) -> str:
+        """What a proof must have compared before it may run in tiles: of columns, the exit of these very recipes, because only
+        their tiles of rows are compared one by one.
+        """
+        return f"{self.key} of {digest(self.reads.recipe)}" if self.columns else self.key
 
     @property
     def all_reads(self) -> list[Seen]:

@@ -252,7 +252,7 @@ class TileMode(Outside):
                 reader = exit.key
                 if isinstance(self.work, Proof):
                     return self.work.exit(exit)
-                if self._may(reader):
+                if self._may(exit.proven_as):
                     return self._leaves(exit)
             if recipe is not None and not func._schema.is_mutable:
                 return self._made(recipe, name, func)

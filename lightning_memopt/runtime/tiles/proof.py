@@ -36,7 +36,7 @@ class Sizes:
 
     rows, columns: the size of tiles of rows, and of columns.
     tokens: the number of rows of the logits. With another one, the head is whole.
-    ops: names of the ops that may run in tiles, and keys of exits.
+    ops: names of the ops that may run in tiles, keys of exits, and what these were `proven_as`.
     assembled: keys of exits and names of other ops that read whole tensors, which are assembled from tiles of rows.
     rounded: names of the ops whose tiles differ by rounding.
     """
@@ -77,8 +77,8 @@ class Proof:
     """
     _rounded: set[tuple[str, int]] = field(default_factory=set)
     """Name of an op, and position of a size that gives its results with other bits."""
-    _by_columns: set[str] = field(default_factory=set)
-    """Keys of exits that run in tiles of columns."""
+    _by_columns: dict[str, set[str]] = field(default_factory=dict)
+    """Key of an exit that runs in tiles of columns -> what it was `proven_as` each time."""
     _products: set[str] = field(default_factory=set)
     """Keys of exits that are products in tiles of rows."""
     _exits: set[str] = field(default_factory=set)
@@ -106,8 +106,11 @@ class Proof:
 
     @property
     def tiled(self) -> frozenset[str]:
-        """Names of the ops, and keys of exits, whose smallest tiles have given the bits of the whole op."""
-        return frozenset(key for key, at in self._first.items() if not at)
+        """Names of the ops, and keys of exits, whose smallest tiles have given the bits of the whole op; and what these exits
+        were `proven_as`.
+        """
+        keys = [key for key, at in self._first.items() if not at]
+        return frozenset(keys).union(*(self._by_columns.get(key, ()) for key in keys))
 
     def recipe(self, recipe: Recipe, name: str, reader: str) -> Recipe | torch.Tensor:
         """An op has a recipe: compare it with tiles. Returns the recipe where tiles may make the result, else the result.
@@ -169,7 +172,7 @@ class Proof:
         rows, result = self._where_it_fits(exit.reads.recipe, exit.all_reads, _MAKING, not exit.columns, compared)
         self._exits.add(key)  # not before: an exit whose comparison was interrupted may never be compared
         if exit.columns:
-            self._by_columns.add(key)
+            self._by_columns.setdefault(key, set()).add(exit.proven_as)
         elif isinstance(exit, Product):
             self._products.add(key)
         at = self._first[key]
@@ -279,7 +282,7 @@ class Proof:
         """The proof of another step: of larger tiles, where the smallest ones did not give the bits of some op and larger ones
         did, or of the same ones, where this step shows nothing. None if there is nothing to gain.
         """
-        by_rows = self._first.keys() - self._by_columns
+        by_rows = self._first.keys() - self._by_columns.keys()
         rows, columns = (
             max((at for key in keys if (at := self._first[key]) < len(sizes)), default=0)
             for keys, sizes in ((by_rows, self.rows), (self._by_columns, self.columns))
@@ -300,7 +303,7 @@ class Proof:
         if not self._exits:
             return []
         whole = {key for key in self._exits if self._first[key]}
-        products = self._products | self._by_columns
+        products = self._products | self._by_columns.keys()
         if whole & products or _PRODUCT in self._readers:  # a gradient that is whole for one product is whole for both
             whole |= products
         least = self._sizes(tokens, whole)
@@ -310,10 +313,10 @@ class Proof:
 
     def _sizes(self, tokens: int, whole: set[str]) -> Sizes:
         """`whole`: keys of the exits that read whole tensors."""
-        tiled = self.tiled - whole
+        tiled = self.tiled - whole.union(*(self._by_columns.get(key, ()) for key in whole))
         return Sizes(
             rows=self.rows[0],
-            columns=self.columns[0] if tiled & self._by_columns else 0,
+            columns=self.columns[0] if tiled & self._by_columns.keys() else 0,
             tokens=tokens,
             ops=tiled,
             assembled=frozenset(whole | self._readers),

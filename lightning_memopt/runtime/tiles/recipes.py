@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 
@@ -268,6 +269,18 @@ def around(recipe: Recipe) -> list[Recipe]:
             found[id(each)] = each
             waiting += [s.recipe for s in seen_in((*each.args, *each.kwargs.values()))]
     return list(found.values())
+
+
+def digest(recipe: Recipe) -> str:
+    """A digest of the ops of the recipe, and of all on which it depends, and of what each reads of which; not of numbers."""
+    found = around(recipe)
+    at = {id(each): i for i, each in enumerate(found)}
+
+    def text(each: Recipe) -> str:
+        reads = (f"{at[id(s.recipe)]}{s.which}" for s in seen_in((*each.args, *each.kwargs.values())))
+        return f"{each.func._name} {each.like.dtype} {','.join(reads)}"
+
+    return f"{crc32(';'.join(map(text, found)).encode()):08x}"
 
 
 class _Tiles:

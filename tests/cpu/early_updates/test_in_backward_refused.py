@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -223,6 +224,27 @@ def test_an_interrupt_while_hooks_are_registered_leaves_none(monkeypatch: pytest
         optimizer.zero_grad()
         plain(model, run, optimizer, WIDE[:1])
         assert len(updates) == count + 6
+
+
+@pytest.mark.parametrize("interrupted", (0, 1, 3), ids=("the observed step", "the second step", "a planned step"))
+def test_a_step_that_is_given_up_after_backward_teaches_nothing(interrupted: int, updates: list[Tensor]) -> None:
+    """Ctrl-C comes between backward and `optimizer.step()`. The loop goes on from a checkpoint, and clears gradients."""
+    model = made(Body)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    options: dict[str, Any] = dict(budget="min", optimizer_in_backward="always", profile_steps=2, verbose=False)
+    with leaves_nothing(model), optimize(model, optimizer, **options) as run:
+        plain(model, run, optimizer, WIDE[:interrupted])
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        loss = squares(model, WIDE[0])
+        with run.last_backward():
+            loss.backward()
+        del loss
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        optimizer.zero_grad()
+        count = len(updates)
+        plain(model, run, optimizer, WIDE[:4])
+        assert len(updates) >= count + 6
 
 
 def aside(model: Any, h: Tensor) -> Tensor:

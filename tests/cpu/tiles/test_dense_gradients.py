@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lightning_memopt.runtime.tiles.kinds import LogSoftmaxGradient
 from tests.cpu.lib.engines import needs_tiles
 from tests.cpu.tiles.language_model import CLASSES, LanguageModel, Log, Loop, batches, compare
 from tests.cpu.tiles.test_loops import inside, policy, preferred, smoothed
@@ -152,3 +153,40 @@ def test_a_head_of_zeros_proves_nothing_that_later_steps_break(loop):
     with torch.no_grad():
         model.head.weight.zero_()
     compare(warms_up, model)
+
+
+def _smoothing(smoothed):
+    """Trains for 18 steps, whose labels are smoothed where `smoothed(step)` says so."""
+
+    def train(model, optimizer, log, run):
+        for step, (ids, labels) in enumerate(batches(18)):
+            logits = model(ids)[0].flatten(0, 1)
+            loss = F.cross_entropy(logits, labels.flatten(), label_smoothing=0.1 if smoothed(step) else 0.0)
+            del logits
+            loss.backward()
+            log.note(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return train
+
+
+def test_columns_of_another_loss_are_not_taken_from_a_proof(monkeypatch):
+    """Tiles of columns were compared for a loss with smoothed labels. Those of the loss that later steps have are wrong here,
+    as they may be on another machine.
+    """
+    tile = LogSoftmaxGradient.tile
+
+    def wrong(self, make, span):
+        made = tile(self, make, span)
+        return made * 2 if span.columns and self._loss is not None else made
+
+    monkeypatch.setattr(LogSoftmaxGradient, "tile", wrong)
+    assert compare(_smoothing(lambda step: step < 7)).tiled
+
+
+def test_another_loss_runs_in_tiles_after_it_was_compared():
+    ran = compare(_smoothing(lambda step: step >= 7))
+    assert sum(" runs in tiles of " in line for line in ran.lines) == 2, ran.lines
+    assert not ran.why_whole
+    assert (ran.status.plan.tiles[0].columns > 0) == runs_by_columns()

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
-import json
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from lightning_memopt import MemOptConfig, optimize
-from lightning_memopt.errors import ConfigError, PlanFileError
+from lightning_memopt.errors import ConfigError
 from lightning_memopt.native.engine import loaded
-from lightning_memopt.plan import TiledHead, plan_from_json, plan_to_json, tiles_text
+from lightning_memopt.plan import TiledHead, tiles_text
 from lightning_memopt.plan.logits import head_of
-from lightning_memopt.report.explain import explain
-from lightning_memopt.runtime.tiles import HELD, Proof, Sizes, TileMode, proof
+from lightning_memopt.runtime.tiles import HELD, Proof, Sizes, TileMode
 from lightning_memopt.runtime.tiles.exits import Product
 from lightning_memopt.runtime.tiles.kinds import LogSoftmax
 from lightning_memopt.session.tiling import Tiling
@@ -73,17 +70,6 @@ def _least(proof, x, w, target):
         proof = larger
         _run(_mode(proof), x, w, target)
     return proof.results(_ROWS)[-1]
-
-
-def _saving(path):
-    """A loop that writes its run's plan to a file."""
-
-    def saving(model, optimizer, log, run):
-        test_loops.inside(model, optimizer, log, run)
-        if run() is not None:
-            run().save_plan(path)
-
-    return saving
 
 
 @pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
@@ -280,90 +266,6 @@ def test_a_budget_that_the_step_keeps_as_it_is_needs_no_tiles():
     assert not ran.why_whole
 
 
-def test_a_plan_in_a_file_runs_in_tiles_after_it_has_been_proven_here(tmp_path):
-    path = str(tmp_path / "plan.json")
-
-    tiles = compare(_saving(path)).status.plan.tiles
-    again = compare(test_loops.inside, plan=path)
-    assert again.status.plan.tiles == tiles
-    assert f"\nIn tiles: {tiles_text(tiles)}.\n" in explain(*plan_from_json(json.loads((tmp_path / "plan.json").read_text())))
-
-
-def test_tiles_of_a_file_that_have_other_bits_here_leave_the_head_whole(tmp_path, monkeypatch):
-    path = str(tmp_path / "plan.json")
-    assert compare(_saving(path)).status.plan.tiles
-    monkeypatch.setattr(proof, "equal", lambda a, b: False)
-    (why,) = compare(test_loops.inside, plan=path).why_whole
-    assert "tiles give other bits than the whole op on this machine" in why
-
-
-def test_what_the_first_step_did_not_come_to_is_not_taken_from_a_file(tmp_path, monkeypatch):
-    """Its backward raises before it comes to the products, whose tiles have other bits here."""
-    path = str(tmp_path / "plan.json")
-    assert compare(_saving(path)).status.plan.tiles
-    into = Product.into
-
-    def wrong(self, out, span):
-        into(self, out, span)
-        out.view(torch.int32)[0, 0] ^= 1
-
-    def fails(grad):
-        raise ValueError
-
-    def failing(model, optimizer, log, run):
-        for step, (ids, labels) in enumerate(batches()):
-            logits, loss = model(ids, labels)
-            if not step:
-                logits.register_hook(fails)
-            del logits
-            with pytest.raises(ValueError) if not step else contextlib.nullcontext():
-                loss.backward()
-            log.note(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    monkeypatch.setattr(Product, "into", wrong)
-    compare(failing, plan=path)
-
-
-def test_a_file_is_compared_again_where_the_first_step_shows_nothing(tmp_path, monkeypatch):
-    """The labels of the first step are ignored, so all tiles of gradients are zero there, and have other bits later."""
-    path = str(tmp_path / "plan.json")
-    assert compare(_saving(path)).status.plan.tiles
-    into = Product.into
-
-    def wrong(self, out, span):
-        into(self, out, span)
-        out.mul_(1.5)
-
-    def ignoring(model, optimizer, log, run):
-        for step, (ids, labels) in enumerate(batches()):
-            labels = labels if step else torch.full_like(labels, -100)
-            loss = F.cross_entropy(model(ids)[0].view(-1, CLASSES), labels.view(-1))
-            if not step:
-                loss = loss.nan_to_num()
-            loss.backward()
-            log.note(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    monkeypatch.setattr(Product, "into", wrong)
-    (why,) = compare(ignoring, plan=path).why_whole
-    assert "tiles give other bits than the whole op on this machine" in why
-
-
-def test_a_file_with_wrong_tiles_is_refused(tmp_path):
-    path = str(tmp_path / "plan.json")
-
-    compare(_saving(path))
-    content = json.loads((tmp_path / "plan.json").read_text())
-    plan, graph = plan_from_json(content)
-    assert plan_from_json(json.loads(json.dumps(plan_to_json(plan, graph))))[0] == plan
-    content["plan"]["tiles"][0]["rows"] = 0
-    with pytest.raises(PlanFileError, match=r"plan.tiles\[0\]"):
-        plan_from_json(content)
-
-
 def test_another_number_of_threads_leaves_the_head_whole():
     threads = torch.get_num_threads()
 
@@ -524,44 +426,3 @@ def test_methods_of_tensors_are_wrapped_once():
     compare(counting)
     assert max(most) <= 1
     assert depth() == 0
-
-
-def _ignoring(first, steps=12):
-    """Trains for so many steps, in the first of which all labels are ignored: the gradient of the logits is zero."""
-
-    def train(model, optimizer, log, run):
-        for step, (ids, labels) in enumerate(batches(steps)):
-            labels = torch.full_like(labels, -100) if step < first else labels
-            loss = F.cross_entropy(model(ids)[0].view(-1, CLASSES), labels.view(-1), reduction="sum")
-            loss.backward()
-            log.note(loss)
-            phase = "" if run() is None else run().session._tiling._now.phase
-            phases.append(phase)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    phases = []
-    train.phases = phases
-    return train
-
-
-def test_a_gradient_of_zeros_proves_nothing():
-    """Zeros add up to the same bits in any order, so tiles are compared again in a step whose gradients vary."""
-    zeros, none = _ignoring(6), _ignoring(0)
-    ran, at_once = compare(zeros), compare(none)
-    assert ran.tiled, ran.lines
-    assert at_once.tiled
-    proofs = [loop.phases[12:].count("prove") for loop in (zeros, none)]
-    assert proofs[0] == proofs[1] + 5, (zeros.phases, none.phases)
-
-
-def test_a_head_that_stays_zero_stays_whole():
-    torch.manual_seed(1)
-    model = LanguageModel()
-    with torch.no_grad():
-        model.head.weight.zero_()
-    model.head.weight.requires_grad = False
-    ran = compare(_ignoring(0, 40), model)
-    assert not ran.tiled
-    (why,) = ran.why_whole
-    assert "gave only zeros, one number or nan in 32 steps, which proves nothing" in why, why
