@@ -17,6 +17,8 @@ from lightning_memopt.torch_private import OpOverload
 
 _PAD = 16
 """Columns added to a tile for what belongs to the other columns of the row. Kernels work on vectors of at most so many."""
+_INDEX_PARTS = 16
+"""How many times as many columns as entries of a row are written must there be, for tiles of columns."""
 _NEGLIGIBLE = -1e9
 """A log-probability whose exponential is 0."""
 
@@ -122,8 +124,10 @@ class Scatter(Rowwise):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        to, reads = self.args[0], self.reads
-        self.by_columns = type(to) is Seen and len(reads) == 1 and to.recipe.by_columns
+        to, _, index = self.args[:3]
+        reads_only_it = type(to) is Seen and len(self.reads) == 1
+        # a tile of columns takes an index of all rows
+        self.by_columns = reads_only_it and to.recipe.by_columns and index.size(-1) * _INDEX_PARTS <= self.columns
 
     def tile(self, make: Make, span: Span) -> torch.Tensor:
         if not span.columns:
