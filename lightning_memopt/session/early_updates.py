@@ -135,16 +135,14 @@ class EarlyUpdating(Part):
         Raises UpdatesInBackwardError where no optimizer.step() followed an earlier backward that updated parameters, or where
         this one would add to gradients that it freed.
         """
-        if self.updates.over:
-            self.updates.step_ended()
-        if self.updates.updated:
+        if self.updates.updated and not self.updates.over:
             count = len(self.updates.updated)
             self.updates.step_ended()
             raise UpdatesInBackwardError(
                 f"No optimizer.step() came after run.last_backward(), which had updated {count} parameters already. Mark a "
                 "backward only when the step is certain to follow it, or set optimizer_in_backward='never'."
             )
-        self.updates.stop_reading()  # of an earlier backward that updated nothing: we read weights, too
+        self.updates.step_ended()  # of an earlier backward: code may have raised in the step, or have left it out
         self._settle(stepped=False)
         # a loop that clears gradients in another way than by `zero_grad` does so from the first step on, and is not checked
         self._clears = self._clears or (bool(self._gradients) and self.updates.cleared)

@@ -294,6 +294,46 @@ def test_forward_that_leaves_its_plan_updates_nothing_early(between: Any, update
     assert len(updates) == (4 if between is aside else 3) * 6
 
 
+@pytest.mark.filterwarnings("ignore:.*left the plan")
+def test_an_update_that_raises_teaches_nothing(updates: list[Tensor]) -> None:
+    """A hook of the optimizer raises after the update of an observed step, the loop goes on from a checkpoint, and the forward of
+    the next step leaves its plan. A later step that is observed finds that nobody touches weights.
+    """
+
+    class Other(Body):
+        now = False
+
+        def between(self, h: Tensor, i: int) -> Tensor:
+            return branch(self, h) if self.now and i == 0 else h
+
+    def raises(*_: Any) -> None:
+        raise MemoryError("no memory for a log")
+
+    larger = [torch.cat((x, x)) for x in WIDE[:3]]
+    model = made(Other)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    options: dict[str, Any] = dict(budget="min", optimizer_in_backward="always", profile_steps=1, verbose=False)
+    with leaves_nothing(model), optimize(model, optimizer, **options) as run:
+        plain(model, run, optimizer, WIDE[:3])
+        assert updates
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        hooks = optimizer._optimizer_step_post_hooks
+        handle = optimizer.register_step_post_hook(raises)
+        hooks.move_to_end(handle.id, last=False)  # before the run's own
+        with pytest.raises(MemoryError):
+            plain(model, run, optimizer, larger[:1])
+        handle.remove()
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        optimizer.zero_grad()
+        Other.now = True
+        plain(model, run, optimizer, WIDE[:1])
+        Other.now = False
+        count = len(updates)
+        plain(model, run, optimizer, larger)
+        assert len(updates) >= count + 6
+
+
 def test_options_that_are_refused() -> None:
     with pytest.raises(ConfigError, match="'never', 'auto', 'always'"):
         MemOptConfig(optimizer_in_backward="sometimes")
