@@ -296,8 +296,8 @@ def test_forward_that_leaves_its_plan_updates_nothing_early(between: Any, update
 
 @pytest.mark.filterwarnings("ignore:.*left the plan")
 def test_an_update_that_raises_teaches_nothing(updates: list[Tensor]) -> None:
-    """A hook of the optimizer raises after the update of an observed step, the loop goes on from a checkpoint, and the forward of
-    the next step leaves its plan. A later step that is observed finds that nobody touches weights.
+    """A hook of the optimizer raises after the update of an observed step, the loop goes on from a checkpoint, and the forward
+    of the next step leaves its plan. A later step that is observed finds that nobody touches weights.
     """
 
     class Other(Body):
