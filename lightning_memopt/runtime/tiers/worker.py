@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Any
+from weakref import ReferenceType, ref
 
 Around = Callable[[], AbstractContextManager[Any]]
 _PATIENCE_SECONDS = 1.0
@@ -52,14 +53,17 @@ class Copy:
 
 
 class Worker:
-    """A daemon thread called `name`. `close` waits until all submitted copies have ended.
+    """A daemon thread called `name`. `close` waits until all submitted copies have ended. A worker that is freed without it ends
+    after them, too.
 
     around: gives the context in which each copy is carried out.
     """
 
     def __init__(self, name: str, around: Around = nullcontext) -> None:
-        self._copies: SimpleQueue[Copy | None] = SimpleQueue()
-        self._thread = threading.Thread(target=_work, args=(self._copies, around), name=name, daemon=True)
+        self._copies: SimpleQueue[Copy | ReferenceType[Worker] | None] = SimpleQueue()
+        # its callback runs no Python code: no interrupt keeps the thread alive, neither here nor in a finalizer
+        freed = ref(self, self._copies.put)
+        self._thread = threading.Thread(target=_work, args=(self._copies, around, freed), name=name, daemon=True)
         self._thread.start()
 
     def submit(self, copy: Copy) -> None:
@@ -71,6 +75,7 @@ class Worker:
             self._thread.join()
 
 
-def _work(copies: SimpleQueue[Copy | None], around: Around) -> None:
-    while (copy := copies.get()) is not None:
+def _work(copies: SimpleQueue[Copy | ReferenceType[Worker] | None], around: Around, freed: ReferenceType[Worker]) -> None:
+    """Carry out copies until something else comes. `freed`: must live as long as the worker."""
+    while isinstance(copy := copies.get(), Copy):
         copy.run(around)

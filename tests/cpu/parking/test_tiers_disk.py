@@ -242,12 +242,16 @@ def test_what_is_released_before_it_is_written_is_not_written(tier: Any, monkeyp
     assert second._store.error is not None and tier.used_nbytes == 0
 
 
-def interrupted_at(call: int, action: Any) -> bool:
-    """Do this, and raise KeyboardInterrupt after one of its calls, where Python looks for signals. Whether it has that call."""
+def interrupted_at(call: int, action: Any, within: str = "") -> bool:
+    """Do this, and raise KeyboardInterrupt after one of its calls, where Python looks for signals, in files with such paths.
+    Whether it has that call.
+    """
     left, last = call, dict[Any, str]()
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal left
+        if within not in frame.f_code.co_filename:
+            return trace
         frame.f_trace_opcodes = True
         if event == "opcode":
             left -= last.get(frame, "RESUME").startswith(("CALL", "RESUME"))
@@ -277,6 +281,30 @@ def test_t7_an_interrupt_at_any_call_of_a_wait() -> None:
         thread.join(5)
         assert not thread.is_alive() and copy.ended, call
         copy.wait()
+        if not came:
+            break
+    assert 1 < call < 1000
+
+
+def opens(directory: Path) -> None:
+    DiskTier(4 * 4096, directory)
+
+
+def closes(directory: Path) -> None:
+    DiskTier(4 * 4096, directory).close()
+
+
+@pytest.mark.parametrize("does", (opens, closes))
+def test_an_interrupt_at_any_call_leaves_no_thread(does: Any, tmp_path: Path) -> None:
+    """Where the tier is made, closed, or ended by its finalizer."""
+    before = threading.active_count()
+    for call in range(1000):
+        came = interrupted_at(call, partial(does, tmp_path), within="runtime/tiers")
+        gc.collect()
+        deadline = time.monotonic() + 10
+        while threading.active_count() > before:
+            assert time.monotonic() < deadline, call
+            time.sleep(0.001)
         if not came:
             break
     assert 1 < call < 1000
