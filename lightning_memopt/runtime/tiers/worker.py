@@ -53,8 +53,8 @@ class Copy:
 
 
 class Worker:
-    """A daemon thread called `name`. `close` waits until all submitted copies have ended. A worker that is freed without it ends
-    after them, too.
+    """A daemon thread called `name`. `close` waits until all submitted copies have ended. A worker that is freed without it
+    ends after them, too.
 
     around: gives the context in which each copy is carried out.
     """
