@@ -362,7 +362,8 @@ def refuse_infeasible(
     say("MemOpt: the step does not fit as it is; looking for a plan before anything is updated")
     most_nbytes = budget_nbytes + SCALARS_NBYTES  # kernels of an update may take less than its rehearsal has for scalars
     smallest_nbytes = _smallest_nbytes(graph, offloading, machine, most_nbytes - headroom) + headroom
-    if smallest_nbytes <= most_nbytes or smallest_nbytes - savable(graph, False) <= most_nbytes:
+    least_nbytes = smallest_nbytes - savable(graph, False)
+    if min(smallest_nbytes, least_nbytes) <= most_nbytes:
         return
     whole, (step, rests_nbytes) = graph, parked(graph, False)
     if step is not graph:
@@ -394,6 +395,12 @@ def refuse_infeasible(
     )
     in_tier = tier_budgets_text(tiers) + (_IF if tiers and not surely else "")
     made = ", and for what other optimizers make" if later_nbytes else ""
+    other = (
+        f" From {least_nbytes} on ({format_nbytes(least_nbytes)}), a few steps find out whether less is enough if the step runs "
+        "in another way (its loss head in tiles, or compiled)."
+        if least_nbytes < needed
+        else ""
+    )
     none = " No plan is smaller than the unmodified step." if needed >= plain_nbytes + headroom else ""
     updated = "No optimizer of this run has stepped" if strangers else "Nothing was updated"
     spare = f" and headroom of {format_nbytes(headroom)}" if headroom else ""
@@ -402,7 +409,7 @@ def refuse_infeasible(
         f"or more ({format_nbytes(enough)}){in_tier}, or make the batch smaller. "
         f"{'The first' if tiers else 'This'} number has {format_nbytes(needed - headroom)} for the smallest plan of this "
         f"step{spare}, and {format_nbytes(enough - needed)} for what a loop may hold from one step "
-        f"to the next{made}.{none}{unknown}{follows} In memory when a step begins: {resident_text(graph)}. {updated}.",
+        f"to the next{made}.{other}{none}{unknown}{follows} In memory when a step begins: {resident_text(graph)}. {updated}.",
         smallest_nbytes=enough,
         budget_nbytes=budget_nbytes,
         tiers=tiers,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from lightning_memopt import MemOptConfig, optimize
-from lightning_memopt.errors import ConfigError
+from lightning_memopt.errors import ConfigError, InfeasibleError
 from lightning_memopt.native.engine import loaded
 from lightning_memopt.plan import TiledHead, tiles_text
 from lightning_memopt.plan.logits import head_of
@@ -240,6 +242,27 @@ def test_a_budget_that_no_plan_keeps_without_tiles():
     ran = compare(test_loops.inside, budget=whole - 3 * (1 << 20))
     assert ran.tiled
     assert ran.status.measured_peak_nbytes <= whole - 3 * (1 << 20)
+
+
+def _refusal(budget):
+    """What is said of the budget, and the one that is named. The exception, whose frames hold tensors, is gone."""
+    with pytest.raises(InfeasibleError) as refused:
+        compare(test_loops.inside, budget=budget)
+    return str(refused.value), refused.value.smallest_nbytes
+
+
+def test_a_refusal_says_from_which_budget_on_tiles_are_tried():
+    gc.collect()
+    at_once, without_tiles = _refusal(600_000)
+    assert "Nothing was updated" in at_once
+    (least,) = re.findall(r"From (\d+) on .* a few steps find out whether less is enough", at_once)
+    gc.collect()
+    later, with_tiles = _refusal(int(least))
+    assert "none fits with its loss head in tiles" in later
+    gc.collect()
+    ran = compare(test_loops.inside, budget=with_tiles)
+    assert ran.tiled
+    assert ran.status.measured_peak_nbytes <= with_tiles < without_tiles
 
 
 def test_a_budget_chooses_between_a_whole_gradient_and_none(monkeypatch):
