@@ -180,8 +180,8 @@ class Soak:
 
 def _in_force(run: Run | None) -> Hashable:
     """The run, the state of each of its signatures, with what its plan decides; what is parked between steps, as the plans of
-    the last steps say; how many lives of plans are kept; and how many tiers depots have: a depot whose tier still has bytes of a
-    step that was interrupted gets another one, and keeps it.
+    the last steps say; how many lives of plans are kept; and how many tiers depots have: a depot whose tier still has bytes of
+    a step that was interrupted gets another one, and keeps it.
     """
     if run is None:
         return None

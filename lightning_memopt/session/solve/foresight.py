@@ -396,8 +396,8 @@ def refuse_infeasible(
     in_tier = tier_budgets_text(tiers) + (_IF if tiers and not surely else "")
     made = ", and for what other optimizers make" if later_nbytes else ""
     other = (
-        f" From {least_nbytes} on ({format_nbytes(least_nbytes)}), a few steps find out whether less is enough if the step runs "
-        "in another way (its loss head in tiles, or compiled)."
+        f" From {least_nbytes} on ({format_nbytes(least_nbytes)}), a few steps find out whether less is enough if the step "
+        "runs in another way (its loss head in tiles, or compiled)."
         if least_nbytes < needed
         else ""
     )
