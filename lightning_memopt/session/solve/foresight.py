@@ -362,8 +362,10 @@ def refuse_infeasible(
     say("MemOpt: the step does not fit as it is; looking for a plan before anything is updated")
     most_nbytes = budget_nbytes + SCALARS_NBYTES  # kernels of an update may take less than its rehearsal has for scalars
     smallest_nbytes = _smallest_nbytes(graph, offloading, machine, most_nbytes - headroom) + headroom
+    if smallest_nbytes <= most_nbytes:
+        return
     least_nbytes = smallest_nbytes - savable(graph, False)
-    if min(smallest_nbytes, least_nbytes) <= most_nbytes:
+    if least_nbytes <= most_nbytes:
         return
     whole, (step, rests_nbytes) = graph, parked(graph, False)
     if step is not graph:
