@@ -24,7 +24,6 @@ from torch import nn
 from lightning_memopt.graph import Graph, Op
 from lightning_memopt.plan import Machine, TiledHead, tiles_text
 from lightning_memopt.plan.logits import head_of
-from lightning_memopt.record import numeric_flags
 from lightning_memopt.runtime.tiles import Proof, Sizes
 from lightning_memopt.session.ranks.shared_heads import Cost, KnownHead
 from lightning_memopt.session.solve.foresight import unmodified_peak
@@ -41,8 +40,10 @@ NO_LOSS = "no loss reads the logits in a way that can run on tiles"
 NO_STEP = "its product of matrices does not run where it was seen: steps begin with other calls of the model"
 _PATIENCE = 3
 """Maximum number of steps that may miss the head: then it stays whole."""
-_BLANK = 32
+BLANK = 32
 """Maximum number of steps whose comparisons may show nothing: a head that begins with zeros, and a rate that begins with 0."""
+_RESTARTS = 4
+"""Maximum number of times that tiles are compared anew because something has changed."""
 _NEVER: Cost = (2, 0.0)
 """What the step as it is costs where it does not fit into the device's memory."""
 
@@ -77,22 +78,32 @@ class LossHead:
     ways: Sequence[TiledHead] = ()
     observed: list[Graph] = field(default_factory=list)
     changed: bool = False
+    restarts: int = 0
     best: int = 0
 
-    def begins_again(self) -> None:
-        """What was compared may not be what runs now: the next step compares again."""
+    def compares_anew(self) -> str:
+        """What was compared is not what runs now, so the step that begins compares again. If that happens time and again, the
+        head stays whole: returns why.
+        """
+        self.restarts += 1
+        if self.restarts > _RESTARTS:
+            self.phase = "whole"
+            return "the loss, or numeric settings, change time and again"
         self.phase = "prove"
         self.proof = None
         self.observed = []
+        if self.changed:
+            self.plain = None  # of another loss
         self.changed = False
+        return ""
 
     # -- the step that is over ---------------------------------------------------------------------
 
-    def compared(self, proof: Proof) -> None:
-        """It has compared tiles."""
+    def compared(self, proof: Proof, flags: object) -> None:
+        """It has compared tiles. `flags`: the numeric settings of its forward."""
         self.proof = proof
         self.proved = True
-        self.flags = numeric_flags()
+        self.flags = flags
 
     def looked(self, graph: Graph, model: nn.Module, needed: bool, cannot: Callable[[TiledHead], str]) -> KnownHead:
         """It shows which module makes the logits. needed: the step is too large. `cannot`: says why a head must stay whole, or
@@ -116,16 +127,14 @@ class LossHead:
         size, nbytes = self.proof.logits
         if nbytes:  # tiles are for as many tokens as were compared
             self.head = replace(self.head, tokens=size[0], rows=size[0], unmade_nbytes=nbytes)
-        again = self.proof.again()
+        op = self.proof.shows_nothing
+        self.blank += bool(op)
+        again = self.proof.again(waits=self.blank < BLANK)
         ways = self.proof.results(self.head.tokens) if again is None else []
         why = ""
-        if self.proof.shows_nothing:
-            self.blank += 1
-            if self.blank == _BLANK:
-                why = f"{self.proof.shows_nothing} gave only zeros, one number or nan in {_BLANK} steps, which proves nothing"
         if again is None and not ways:
             wrong = self.proof.wrong
-            why = other_bits(wrong) if wrong else NO_LOSS
+            why = other_bits(wrong) if wrong else blank_text(op) if op else NO_LOSS
         return KnownHead("prove", why, True, again is not None, len(ways))
 
     def missed_head(self) -> KnownHead:
@@ -230,6 +239,11 @@ def tiled_head(graph: Graph, op: Op, model: nn.Module, logits: tuple[Sequence[in
 def other_bits(op: str) -> str:
     """Why a head is whole whose tiles were compared."""
     return f"tiles give other bits than the whole op on this machine ({op})"
+
+
+def blank_text(op: str) -> str:
+    """Why a head is whole whose comparisons have shown nothing."""
+    return f"{op} added up only zeros, nan or too few numbers in {BLANK} steps, which proves nothing"
 
 
 def parts(n: int) -> tuple[int, ...]:

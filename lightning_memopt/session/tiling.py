@@ -43,7 +43,7 @@ from lightning_memopt.runtime.tiles.recipes import Recipe
 from lightning_memopt.session.budget import device_of
 from lightning_memopt.session.forward.recording import Recording, in_checkpoint
 from lightning_memopt.session.judge.states import Running
-from lightning_memopt.session.loss_head import LossHead, other_bits, parts, sizes_of
+from lightning_memopt.session.loss_head import BLANK, LossHead, blank_text, other_bits, parts, sizes_of
 from lightning_memopt.session.observe.observing import Observing
 from lightning_memopt.session.parts import Part, Parts
 from lightning_memopt.session.ranks.agreement import Agreement
@@ -111,6 +111,7 @@ class Tiling(Part):
         self._said = set[str]()
         self._flags: object = None  # the numeric settings under which tiles of the user's plan were compared
         self._given: frozenset[str] | None = None  # ops of the user's plan whose tiles have given the bits of whole ops
+        self._blank = 0  # how many steps of the user's plan have shown nothing about tiles
         self._compares: TiledHead | None = None  # the head of the user's plan, in the step that finds that out
         self._assumed: tuple[TiledHead, Callable[[bool], TileMode]] | None = None
         self._deferred = False  # the budget was not refused before the first update, because of tiles
@@ -145,7 +146,7 @@ class Tiling(Part):
         elif isinstance(state, Observing) and head is not None:
             now = self._now
             if now.phase == "tiled" and (now.changed or now.flags != numeric_flags()):
-                now.begins_again()
+                self._tell(now.compares_anew())
             if now.phase == "prove":
                 work = now.proof or self._proof(head.rows, head.columns)
             elif now.phase == "tiled":
@@ -251,22 +252,23 @@ class Tiling(Part):
         op = mode.work.shows_nothing if isinstance(mode.work, Proof) else ""
         if op and "shows nothing" not in self._said:
             self._said.add("shows nothing")
-            self._say(f"MemOpt: tiles are compared again in the next step: {op} gave only zeros, one number or nan in this one")
+            self._say(f"MemOpt: tiles are compared again in the next step: {op} added up only zeros, nan or too few numbers")
         if isinstance(mode.work, Proof) and given is not None:
-            self._turned_out(mode.work, given)
+            self._turned_out(mode.work, given, mode.flags)
         elif isinstance(mode.work, Proof) and self._begun is not None:
-            self._begun.compared(mode.work)
+            self._begun.compared(mode.work, mode.flags)
         elif planned:
             self._was_read(mode)
 
-    def _turned_out(self, proof: Proof, head: TiledHead) -> None:
-        """The first step of a plan that the user gave has compared its tiles."""
-        wrong = proof.refutes(sizes_of(head))
-        shown = proof.exits and not proof.shows_nothing
-        if proof.logits[0] == (head.tokens, head.classes) and (shown or wrong):
+    def _turned_out(self, proof: Proof, head: TiledHead, flags: object) -> None:
+        """The first step of a plan that the user gave has compared its tiles, under these numeric settings."""
+        wrong, op = proof.refutes(sizes_of(head)), proof.shows_nothing
+        self._blank += bool(op)
+        waits = bool(op) and self._blank < BLANK
+        if proof.logits[0] == (head.tokens, head.classes) and ((proof.exits and not waits) or wrong):
             self._given = frozenset() if wrong else proof.tiled
-            self._flags = numeric_flags()
-        self._tell(other_bits(wrong) if wrong else "")
+            self._flags = flags
+            self._tell(other_bits(wrong) if wrong else blank_text(op) if op and not proof.results(head.tokens) else "")
 
     def evaluation_begins(self) -> None:
         self._leave()
@@ -376,14 +378,14 @@ class Tiling(Part):
             self._say(f"MemOpt: no loss head runs in tiles: {why}")
 
     def _was_read(self, mode: TileMode) -> None:
-        if self._begun is not None and mode.outcome.read.keys() - {HELD}:
+        if self._begun is not None and mode.outcome.unproven:
             self._begun.changed = True
         for reader, nbytes in mode.outcome.read.items():
             if reader not in self._said:
                 self._said.add(reader)
-                held = reader == HELD
-                what = "the loop still held logits when weights changed" if held else f"{reader} read logits"
-                self._say(f"MemOpt: {what}, which are made in tiles: {format_nbytes(nbytes)} were made whole")
+                what = "the loop still held logits when weights changed" if reader == HELD else f"{reader} read logits"
+                new = " (it did not in steps that were compared)" if reader in mode.outcome.unproven else ""
+                self._say(f"MemOpt: {what}, which are made in tiles: {format_nbytes(nbytes)} were made whole{new}")
 
     # -- the plan ----------------------------------------------------------------------------------
 

@@ -14,7 +14,18 @@ import torch
 
 from lightning_memopt.record.tensors import tensors_in
 from lightning_memopt.runtime.tiles.kinds import LogSoftmax, Noting, alone, on_rows
-from lightning_memopt.runtime.tiles.recipes import Recipe, Seen, Span, around, digest, run_whole, seen_in, spans, tiles
+from lightning_memopt.runtime.tiles.recipes import (
+    Recipe,
+    Seen,
+    Span,
+    around,
+    digest,
+    dtype_name,
+    run_whole,
+    seen_in,
+    spans,
+    tiles,
+)
 from lightning_memopt.runtime.tiles.rules import may_be_lost, meta, reducing
 from lightning_memopt.torch_private import OpOverload
 
@@ -43,10 +54,10 @@ class Exit:
 
     @property
     def proven_as(self) -> str:
-        """What a proof must have compared before it may run in tiles: of columns, the exit of these very recipes, because only
-        their tiles of rows are compared one by one.
+        """What a proof must have compared before it may run in tiles: of rows, an op on this dtype; of columns, the exit of
+        these very recipes, because only their tiles of rows are compared one by one.
         """
-        return f"{self.key} of {digest(self.reads.recipe)}" if self.columns else self.key
+        return f"{self.key} of {digest(self.reads.recipe) if self.columns else dtype_name(self.reads.recipe)}"
 
     @property
     def all_reads(self) -> list[Seen]:
@@ -159,10 +170,9 @@ class Gradient(Exit):
     def gives(self, result: Any, rows: int | None, noting: int, size: int, alike: Any) -> bool:
         self._note(noting)
         for span in spans(self.n if rows is None else rows, size, self.columns):
-            whole = result[span.first : span.end]
-            part = torch.empty_like(whole)
+            part = self._empty(span.n)
             self.into(part, span)
-            if not alike(part, whole):
+            if not alike(part, result[span.first : span.end]):
                 return False
         return True
 
@@ -175,6 +185,10 @@ class Product(Gradient):
         self._other = args[1]
         self.columns = not args[0].has_rows
         self.n = args[0].size[0]
+
+    @property
+    def proven_as(self) -> str:
+        return f"{super().proven_as} by {'x'.join(map(str, self._other.size()))} {self._other.dtype}"
 
     def _empty(self, n: int) -> torch.Tensor:
         return torch.empty(n, self._other.size(1), dtype=self.reads.recipe.like.dtype, device=self.reads.recipe.device)
@@ -194,7 +208,8 @@ class ColumnSum(Gradient):
         self._keeps_dims = len(args) > 2 and args[2]
 
     def _empty(self, n: int) -> torch.Tensor:
-        return torch.empty(n, dtype=self.reads.recipe.like.dtype, device=self.reads.recipe.device)
+        like = self._func(meta(self.reads), [0])
+        return torch.empty(n, dtype=like.dtype, device=self.reads.recipe.device)  # the sum of bools has integers
 
     def _write(self, out: torch.Tensor, made: torch.Tensor) -> None:
         out.copy_(self._func(made, [0]))

@@ -37,9 +37,10 @@ from lightning_memopt.record.tensors import tensors_in
 from lightning_memopt.record.uncompiled import uncompiled
 from lightning_memopt.runtime.tiles.exits import Exit, exit_for
 from lightning_memopt.runtime.tiles.hollow import fill, hollow, recipe_of, set_recipe, view_of
+from lightning_memopt.runtime.tiles.kinds import Product
 from lightning_memopt.runtime.tiles.proof import HELD, Proof, Sizes
 from lightning_memopt.runtime.tiles.recipes import Recipe, seen, seen_in
-from lightning_memopt.runtime.tiles.rules import device_in, name_of, product_for, recipe_for, zeros_for
+from lightning_memopt.runtime.tiles.rules import device_in, name_of, name_of_product, product_for, recipe_for, zeros_for
 from lightning_memopt.torch_private import OpOverload, free_weak, storage_id, weak_expired
 
 
@@ -49,11 +50,13 @@ class Outcome:
 
     heads: how many products were not computed.
     read: op or access by which user code read what was not there -> the bytes that were made for it.
+    unproven: those of these ops that could run in tiles, but were not compared: the loop has another loss, for example.
     tokens: the number of rows of logits that were whole, because tiles were compared for another number; 0 if there were none.
     """
 
     heads: int = 0
     read: dict[str, int] = field(default_factory=dict)
+    unproven: set[str] = field(default_factory=set)
     tokens: int = 0
 
 
@@ -110,6 +113,7 @@ class TileMode(Outside):
 
     work: the sizes, or the proof; None while no product is known that should run in tiles.
     inside: whether the module of the head runs, so that the next product with `classes` columns is the head's.
+    flags: the numeric settings of the forward.
     took: whether the last op made or read a tensor with a recipe: it must not run again by itself.
     outcome: what this step has come to so far.
     recorder: is told of each storage that gets its bytes. A weak reference: the step of a recorder may end before this one.
@@ -129,7 +133,7 @@ class TileMode(Outside):
         self._begins_with = begins
         self._notes = notes
         self.inside = self.took = False
-        self._flags = numeric_flags()
+        self.flags = numeric_flags()
         self.outcome = Outcome()
         self.recorder: weakref.ref[Recorder] | None = None
         self._rows = set[int]()
@@ -166,10 +170,13 @@ class TileMode(Outside):
             recipe = zeros_for(func, args, kwargs, self._rows, self._classes)
         if recipe is None and self.inside:
             recipe = self._product(func, args, kwargs)
-        if recipe is None or not self._may(name_of(func)):
+        name = name_of_product(recipe) if isinstance(recipe, Product) else name_of(func)
+        if recipe is None or not self._may(name):
+            if recipe is not None:
+                self._is_unproven(name)
             return func(*args, **kwargs)
         self.took = True
-        return self._made(recipe, name_of(func), func)
+        return self._made(recipe, name, func)
 
     def _product(self, func: OpOverload, args: tuple, kwargs: dict) -> Recipe | None:
         recipe = product_for(func, args, kwargs) if all(map(is_plain, tensors_in(args))) else None
@@ -236,9 +243,11 @@ class TileMode(Outside):
         if _is_view(func) or not all(s.recipe.is_here for s in seen_in(values)):
             return None, None, name
         exit = exit_for(func, known, named)
-        if exit is not None or not self._may(name):
-            return exit, None, name
-        return None, recipe_for(func, known, named, device_in(values)), name
+        recipe = recipe_for(func, known, named, device_in(values)) if exit is None else None
+        if recipe is None or self._may(name):
+            return exit, recipe, name
+        self._is_unproven(name_of(func))
+        return None, None, name
 
     def _defer(self, func: OpOverload, args: tuple, kwargs: dict, read: Sequence[torch.Tensor]) -> Any:
         reader = name_of(func)
@@ -254,6 +263,7 @@ class TileMode(Outside):
                     return self.work.exit(exit)
                 if self._may(exit.proven_as):
                     return self._leaves(exit)
+                self._is_unproven(reader)
             if recipe is not None and not func._schema.is_mutable:
                 return self._made(recipe, name, func)
             if recipe is not None and recipe_of(args[0]) is not None:
@@ -271,6 +281,11 @@ class TileMode(Outside):
         """An op has run: what it has written to has other bytes than those of a recipe."""
         if self._known and func._schema.is_mutable:
             self._known.drop(_written(func, args, kwargs))
+
+    def _is_unproven(self, reader: str) -> None:
+        """This op could run in tiles, and may not. Where a proof has compared it, it is known that it reads whole tensors."""
+        if isinstance(self.work, Sizes) and reader not in self.work.assembled:
+            self.outcome.unproven.add(reader)
 
     def _leaves(self, exit: Exit) -> Any:
         """The result of an exit."""
@@ -347,8 +362,8 @@ class TileMode(Outside):
     def settings_changed(self) -> None:
         """A numeric setting was set: what is not made yet is made by those of the forward."""
         now = numeric_flags()
-        if now != self._flags:
-            set_numeric_flags(self._flags)
+        if now != self.flags:
+            set_numeric_flags(self.flags)
             try:
                 self._make_all("another numeric setting")
             finally:

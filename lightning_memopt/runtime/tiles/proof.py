@@ -26,6 +26,8 @@ _PRODUCT = "aten::mm"
 """The product by columns, where these cannot be made in tiles."""
 _ROUNDINGS = 8
 """With `rounding`, tiles may differ by so many roundings of the largest value."""
+_TERMS = 8
+"""At least so many numbers must be added up before the result is likely to depend on their order."""
 _MAKING = 3
 """To make a tile takes the memory of about so many: those of an op, and of what it reads."""
 
@@ -77,16 +79,16 @@ class Proof:
     """
     _rounded: set[tuple[str, int]] = field(default_factory=set)
     """Name of an op, and position of a size that gives its results with other bits."""
-    _by_columns: dict[str, set[str]] = field(default_factory=dict)
-    """Key of an exit that runs in tiles of columns -> what it was `proven_as` each time."""
+    _proven_as: dict[str, set[str]] = field(default_factory=dict)
+    """Key of an exit -> what it was `proven_as` each time."""
+    _by_columns: set[str] = field(default_factory=set)
+    """Keys of exits that run in tiles of columns."""
     _products: set[str] = field(default_factory=set)
     """Keys of exits that are products in tiles of rows."""
-    _exits: set[str] = field(default_factory=set)
-    """Keys of all exits."""
     _readers: set[str] = field(default_factory=set)
     """Names of ops that read whole tensors."""
-    _varies: dict[str, bool] = field(default_factory=dict)
-    """Name or key of a sum over many numbers, which runs in tiles -> whether its numbers have varied."""
+    _showed: dict[str, bool] = field(default_factory=dict)
+    """Name or key of an op that adds up, and whose smallest tiles have given its bits -> whether that has shown anything."""
     _last: tuple[weakref.ref[Recipe], torch.Tensor] | None = None
     """The recipe that was compared last, with its result: the next op usually reads that. It is freed with the recipe, that is,
     when nothing can read it any more.
@@ -95,22 +97,26 @@ class Proof:
     @property
     def exits(self) -> int:
         """How many exits have been compared."""
-        return len(self._exits)
+        return len(self._proven_as)
 
     @property
     def shows_nothing(self) -> str:
-        """The name of an op that was compared on zeros alone, or on one number, whose sum has the same bits in any order: in
-        tiles it may have others in later steps. "" if there is none.
+        """The name of an op whose comparison shows nothing, "" if there is none: it added up zeros or too few numbers, which
+        has the same bits in any order. In later steps its tiles may have others.
         """
-        return next((key for key, varies in self._varies.items() if not varies), "")
+        return next(iter(self._blank), "")
+
+    @property
+    def _blank(self) -> list[str]:
+        return [key for key, showed in self._showed.items() if not showed]
 
     @property
     def tiled(self) -> frozenset[str]:
-        """Names of the ops, and keys of exits, whose smallest tiles have given the bits of the whole op; and what these exits
-        were `proven_as`.
+        """Names of the ops, and keys of exits, whose smallest tiles have given the bits of the whole op in a comparison that
+        shows something; and what these exits were `proven_as`.
         """
-        keys = [key for key, at in self._first.items() if not at]
-        return frozenset(keys).union(*(self._by_columns.get(key, ()) for key in keys))
+        keys = [key for key, at in self._first.items() if not at and self._showed.get(key, True)]
+        return frozenset(keys).union(*(self._proven_as.get(key, ()) for key in keys))
 
     def recipe(self, recipe: Recipe, name: str, reader: str) -> Recipe | torch.Tensor:
         """An op has a recipe: compare it with tiles. Returns the recipe where tiles may make the result, else the result.
@@ -124,7 +130,7 @@ class Proof:
         rows, whole = self._where_it_fits(recipe, takes, 1, divides, lambda rows: self._compared(recipe, name, rows))
         if not self._first[name]:
             if isinstance(recipe, Logits):
-                self._summed(name, *recipe.args[-2:])
+                self._shows(name, all(map(_varies, recipe.args[-2:])))
             self._last = (weakref.ref(recipe, self._gone), whole) if rows is None else None
             return recipe
         if self._first[name] == len(self.rows):
@@ -164,27 +170,51 @@ class Proof:
 
         def compared(rows: int | None) -> Any:
             rows = None if rows is None else min(rows, exit.reads.rows)
-            result = exit.part(rows) if rows is not None else exit.whole(self._made(exit.all_reads, None))
+            made = self._made(exit.all_reads, None) if rows is None else {}
+            result = exit.part(rows) if rows is not None else exit.whole(made)
+            shows = not isinstance(exit, Gradient) or self._adds_up(exit, result, made.get(id(exit.reads.recipe)))
+            made.clear()
             self._last = None
             self._try(key, self.columns if exit.columns else self.rows, partial(exit.gives, result, rows, self.rows[0]), rows)
+            if not self._first[key]:
+                self._shows(key, shows)
             return result
 
         rows, result = self._where_it_fits(exit.reads.recipe, exit.all_reads, _MAKING, not exit.columns, compared)
-        self._exits.add(key)  # not before: an exit whose comparison was interrupted may never be compared
+        # not before: an exit whose comparison was interrupted may never be compared
+        self._proven_as.setdefault(key, set()).add(exit.proven_as)
         if exit.columns:
-            self._by_columns.setdefault(key, set()).add(exit.proven_as)
+            self._by_columns.add(key)
         elif isinstance(exit, Product):
             self._products.add(key)
-        at = self._first[key]
-        if not at and isinstance(exit, Gradient):
-            self._summed(key, result)
         if rows is None:
             return result
+        at = self._first[key]
         return exit.run(self.rows[at], self.rows[0]) if at < len(self.rows) else exit.whole(self._made(exit.all_reads, None))
 
-    def _summed(self, key: str, *numbers: torch.Tensor) -> None:
-        """`numbers`: what was summed up, or the sums."""
-        self._varies[key] = self._varies.get(key, False) or all(map(_varies, numbers))
+    def _shows(self, key: str, shows: bool) -> None:
+        """A comparison of an op that adds up shows something. One of several in a step is enough."""
+        self._showed[key] = self._showed.get(key, False) or shows
+
+    def _adds_up(self, exit: Gradient, result: torch.Tensor, read: torch.Tensor | None) -> bool:
+        """Whether the bits of a gradient depend on the order in which it is added up: its sums have several terms. `read`: the
+        matrix that is read in tiles; None where that is not there.
+        """
+        if not result.is_floating_point():
+            return True  # integers add up alike in any order
+        if not _varies(result):
+            return False
+        if read is None:
+            return True
+        recipe, terms = exit.reads.recipe, 0
+        matrix = read.as_strided((recipe.rows, recipe.columns), (recipe.columns, 1), 0)
+        enough = min(_TERMS, recipe.rows if exit.columns else recipe.columns)
+        for span in spans(recipe.rows, self.rows[0]):
+            counts = span.of(matrix) != 0
+            terms = terms + int(counts.any(1).sum()) if exit.columns else max(terms, int(counts.sum(1).max()))
+            if terms >= enough:
+                return True
+        return False
 
     def assembled(self, recipe: Recipe, reader: str) -> torch.Tensor:
         """The result of a recipe, for an op that reads it whole."""
@@ -278,16 +308,17 @@ class Proof:
         """
         return next((key for key, at in self._first.items() if at and key in sizes.ops), "")
 
-    def again(self) -> Proof | None:
+    def again(self, waits: bool = True) -> Proof | None:
         """The proof of another step: of larger tiles, where the smallest ones did not give the bits of some op and larger ones
-        did, or of the same ones, where this step shows nothing. None if there is nothing to gain.
+        did, or of the same ones, where this step shows nothing, if one `waits` for a step that does. None if there is nothing
+        to gain.
         """
-        by_rows = self._first.keys() - self._by_columns.keys()
+        by_rows = self._first.keys() - self._by_columns
         rows, columns = (
             max((at for key in keys if (at := self._first[key]) < len(sizes)), default=0)
             for keys, sizes in ((by_rows, self.rows), (self._by_columns, self.columns))
         )
-        if not (rows or columns or self.shows_nothing):
+        if not (rows or columns or (waits and self.shows_nothing)):
             return None
         return replace(self.anew(), rows=self.rows[rows:], columns=self.columns[columns:])
 
@@ -300,10 +331,10 @@ class Proof:
 
         tokens: the number of rows of the logits.
         """
-        if not self._exits:
+        if not self._proven_as or not self._proven_as.keys() >= set(self._blank):
             return []
-        whole = {key for key in self._exits if self._first[key]}
-        products = self._products | self._by_columns.keys()
+        whole = self._proven_as.keys() - self.tiled
+        products = self._products | self._by_columns
         if whole & products or _PRODUCT in self._readers:  # a gradient that is whole for one product is whole for both
             whole |= products
         least = self._sizes(tokens, whole)
@@ -313,10 +344,10 @@ class Proof:
 
     def _sizes(self, tokens: int, whole: set[str]) -> Sizes:
         """`whole`: keys of the exits that read whole tensors."""
-        tiled = self.tiled - whole.union(*(self._by_columns.get(key, ()) for key in whole))
+        tiled = self.tiled - whole.union(*(self._proven_as.get(key, ()) for key in whole))
         return Sizes(
             rows=self.rows[0],
-            columns=self.columns[0] if tiled & self._by_columns.keys() else 0,
+            columns=self.columns[0] if tiled & self._by_columns else 0,
             tokens=tokens,
             ops=tiled,
             assembled=frozenset(whole | self._readers),

@@ -272,15 +272,39 @@ def around(recipe: Recipe) -> list[Recipe]:
 
 
 def digest(recipe: Recipe) -> str:
-    """A digest of the ops of the recipe, and of all on which it depends, and of what each reads of which; not of numbers."""
+    """A digest of the ops of the recipe, and of all on which it depends, with what may choose their kernels: dtypes, numbers
+    (`numbers_of`), and which part of which result each reads.
+    """
     found = around(recipe)
     at = {id(each): i for i, each in enumerate(found)}
 
     def text(each: Recipe) -> str:
-        reads = (f"{at[id(s.recipe)]}{s.which}" for s in seen_in((*each.args, *each.kwargs.values())))
-        return f"{each.func._name} {each.like.dtype} {','.join(reads)}"
+        values = (*each.args, *each.kwargs.values())
+        reads = (f"{at[id(s.recipe)]}{s.which}" for s in seen_in(values))
+        return f"{each.func._name} {each.like.dtype} {','.join(reads)}{numbers_of(each.func, values)}"
 
     return f"{crc32(';'.join(map(text, found)).encode()):08x}"
+
+
+def numbers_of(func: OpOverload, values: Iterable[Any]) -> str:
+    """The numbers and words among the arguments of an op, which may choose its kernel (an exponent, a kind of GELU); "" for ops
+    in whose kernels they are operands.
+    """
+    if func._overloadpacket.__name__.removesuffix("_") in _OPERANDS:
+        return ""
+    return "".join(f" {value!r}" for value in values if isinstance(value, (int, float, str)))
+
+
+def dtype_name(recipe: Recipe) -> str:
+    """The name of a recipe's dtype."""
+    return str(recipe.like.dtype).removeprefix("torch.")
+
+
+_OPERANDS = {
+    *("add", "sub", "rsub", "mul", "div", "masked_fill", "fill", "clamp", "clamp_min", "clamp_max", "threshold_backward"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "where", "_to_copy", "clone"),
+}
+"""Ops whose numbers are operands, like the entries of tensors."""
 
 
 class _Tiles:

@@ -22,7 +22,7 @@ from lightning_memopt.runtime.tiles.kinds import (
     Scatter,
     Zeros,
 )
-from lightning_memopt.runtime.tiles.recipes import Recipe, Seen, seen_in
+from lightning_memopt.runtime.tiles.recipes import Recipe, Seen, dtype_name, numbers_of, seen_in
 from lightning_memopt.torch_private import OpOverload
 
 _ATEN = torch.ops.aten
@@ -130,10 +130,17 @@ def _is_last(dim: Any, of: Seen) -> bool:
 
 def name_of(func: OpOverload, values: Iterable[Any] = ()) -> str:
     """The name by which an op on these arguments (`seen`) is compared with tiles: that of the op that makes a new tensor, and
-    which rows it reads, because another number of rows may round in another way.
+    what may choose another kernel: the rows that it reads, their dtype, and numbers (`numbers_of`).
     """
     made = _making_a_new_tensor(func) if func._schema.is_mutable else None
-    return (made or func)._name + "".join(s.which for s in seen_in(values))
+    values = tuple(values)
+    reads = "".join(f" {dtype_name(s.recipe)}{s.which}" for s in seen_in(values))
+    return (made or func)._name + reads + (numbers_of(func, values) if _is_pointwise(func) else "")
+
+
+def name_of_product(product: Recipe) -> str:
+    """The name by which the product that makes logits is compared with tiles."""
+    return f"{name_of(product.func)} {dtype_name(product)} of {product.args[-2].size(1)}"
 
 
 def _making_a_new_tensor(func: OpOverload) -> OpOverload | None:

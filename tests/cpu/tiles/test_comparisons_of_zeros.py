@@ -50,4 +50,4 @@ def test_a_head_that_stays_zero_stays_whole():
     ran = compare(_ignoring(0, 40), model)
     assert not ran.tiled
     (why,) = ran.why_whole
-    assert "gave only zeros, one number or nan in 32 steps, which proves nothing" in why, why
+    assert "added up only zeros, nan or too few numbers in 32 steps, which proves nothing" in why, why

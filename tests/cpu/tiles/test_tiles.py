@@ -147,7 +147,7 @@ def test_tiles_that_differ_by_rounding_are_taken_only_if_they_may():
 def test_an_op_that_was_not_compared_runs_whole():
     x, w, target = _head()
     whole = _run(None, x, w, target)
-    mode = _mode(Sizes(48, 512, _ROWS, frozenset({"aten::mm", "aten::_log_softmax"})))
+    mode = _mode(Sizes(48, 512, _ROWS, frozenset({f"aten::mm float32 of {_WIDTH}", "aten::_log_softmax float32"})))
     assert all(map(torch.equal, whole, _run(mode, x, w, target)))
     assert mode.outcome.read["aten::nll_loss_forward"] == _ROWS * CLASSES * 4
 
