@@ -107,7 +107,7 @@ def test_the_judge() -> None:
 
 
 def test_the_judge_of_optimizer_state() -> None:
-    """What could be parked is away when the step is over, or a line says why it is not. The plan of "min" may leave a little."""
+    """What could be parked is away when the step is over, or a line says why not. The plan of "min" may leave a little."""
     plain, step = _outcome(), _outcome()["steps"][0]
     away = step | {"parked": 60_000, "parkable": 60_000, "away": 60_000}
     for nbytes in (60_000, 59_000):
