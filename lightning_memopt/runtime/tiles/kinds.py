@@ -18,7 +18,7 @@ from lightning_memopt.torch_private import OpOverload
 _PAD = 16
 """Columns added to a tile for what belongs to the other columns of the row. Kernels work on vectors of at most so many."""
 _INDEX_PARTS = 16
-"""How many times as many columns as entries of a row are written must there be, for tiles of columns."""
+"""Tiles of columns need at least so many columns for each entry of a row that is written."""
 _NEGLIGIBLE = -1e9
 """A log-probability whose exponential is 0."""
 
