@@ -180,8 +180,8 @@ class Soak:
 
 def _in_force(run: Run | None) -> Hashable:
     """The run, the state of each of its signatures, with what its plan decides; what is parked between steps, as the plans of
-    the last steps say; how many lives of plans are kept; and how many tiers depots have: a depot whose tier still has bytes of
-    a step that was interrupted gets another one, and keeps it.
+    the last steps say; how many solves there were, and lives of plans are kept; and how many tiers depots have: a depot whose
+    tier still has bytes of a step that was interrupted gets another one, and keeps it.
     """
     if run is None:
         return None
@@ -196,7 +196,8 @@ def _in_force(run: Run | None) -> Hashable:
     paths = None if weights is None else tuple(sorted(weights.paths))
     depots = [depot for _, depot in run.session._offloading.depots._of_plan.values() if depot is not None]
     tiers = sum(1 for depot in (*depots, at_rest.states._depot) for _ in depot)
-    return id(run), lives, tuple(sorted(plans)), hash(at_rest.states._states), paths, tiers
+    solves = run.session._plan_cache.solves.count
+    return id(run), solves, lives, tuple(sorted(plans)), hash(at_rest.states._states), paths, tiers
 
 
 def measured(seed: int, count: int, combination: Combination, plain: bool, digests: Path) -> dict[str, Any]:
