@@ -177,7 +177,7 @@ SAID: dict[tuple[str, str], tuple[str, str]] = {
         "Set `tile='off'` to hear no more of it.",
     ),
     ("session/tiling.py", "MemOpt: tiles are compared again"): (
-        "The head is zero, all labels of the batch are ignored, or the loss is nan: such numbers prove nothing.",
+        "The head is zero, nearly all labels of the batch are ignored, or the loss is nan: such numbers prove nothing.",
         "Nothing, if a later step is different; the budget is not kept before one is.",
     ),
     ("session/loss_head.py", "MemOpt: …. Their bits"): ("Tiles keep the budget in the least time.", NOTHING),

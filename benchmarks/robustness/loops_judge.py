@@ -167,9 +167,9 @@ def judge(plain: Outcome, ours: Outcome, tried: list[int | str]) -> dict[str, An
         faults.append("silent")
     silent = [what for what, begin in _STAYS.items() if not any(line.startswith(begin) for line in ours["said"])]
     # the plan of "min" may take slightly more than the smallest one, if it parks less
-    spared = max((_smallest(step["promised"]) - step["promised"] for step in planned), default=0) if budget == "min" else 0
+    slight = max((_smallest(step["promised"]) - step["promised"] for step in planned), default=0)
     due = {
-        "state": (row["parkable"] - spared if budget == "min" else min(row["parkable"], row["parked"])) - row["away"],
+        "state": (row["parkable"] - slight if budget == "min" else min(row["parkable"], row["parked"])) - row["away"],
         "gradients": row["gradients_missing"] + (row["gradients_unknown"] if budget == "min" else 0),
         "weights": row["weights_missing"] + (row["weights_unknown"] if budget == "min" else 0),
     }

@@ -30,6 +30,7 @@ from lightning_memopt.native import counter
 from lightning_memopt.plan.rates import Coding, Link, MachineRates
 from lightning_memopt.record import StorageVersion, Tape
 from lightning_memopt.runtime import Handle, Kept, PlannedEngine
+from lightning_memopt.runtime.parked import Depot
 from lightning_memopt.session import times
 
 EVERY = 25
@@ -128,6 +129,11 @@ def _memory() -> tuple[int, int]:
     return int(line.split()[1]) * 1024, heap_nbytes
 
 
+def depots_of_plans(run: Run) -> list[Depot]:
+    """The depots in which the plans of a run park saved tensors."""
+    return [depot for _, depot in run.session._offloading.depots._of_plan.values() if depot is not None]
+
+
 def sample(
     run: Run | None, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, folder: Path | None = None
 ) -> dict[str, int]:
@@ -138,9 +144,7 @@ def sample(
     counts = counter()
     parked_nbytes = 0
     if run is not None:
-        depots = [depot for _, depot in run.session._offloading.depots._of_plan.values() if depot is not None]
-        parked_nbytes = sum(depot.used_nbytes for depot in depots)
-        del depots
+        parked_nbytes = sum(depot.used_nbytes for depot in depots_of_plans(run))
     objects = gc.get_objects()
     ours = sum(type(o) in _OURS for o in objects)
     number = len(objects)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.robustness.samples import EVERY, Samples, fixed_rates, hooks, sample
+from benchmarks.robustness.samples import EVERY, Samples, depots_of_plans, fixed_rates, hooks, sample
 from benchmarks.robustness.soaking.draws import RESTARTS, draw
 from benchmarks.robustness.soaking.loop import Loop, ctrl_c
 from lightning_memopt import optimize
@@ -194,8 +194,7 @@ def _in_force(run: Run | None) -> Hashable:
     at_rest = run.session._at_rest
     weights = at_rest.weights.parked
     paths = None if weights is None else tuple(sorted(weights.paths))
-    depots = [depot for _, depot in run.session._offloading.depots._of_plan.values() if depot is not None]
-    tiers = sum(1 for depot in (*depots, at_rest.states._depot) for _ in depot)
+    tiers = sum(1 for depot in (*depots_of_plans(run), at_rest.states._depot) for _ in depot)
     solves = run.session._plan_cache.solves.count
     return id(run), solves, lives, tuple(sorted(plans)), hash(at_rest.states._states), paths, tiers
 

@@ -172,7 +172,7 @@ class Proof:
             rows = None if rows is None else min(rows, exit.reads.rows)
             made = self._made(exit.all_reads, None) if rows is None else {}
             result = exit.part(rows) if rows is not None else exit.whole(made)
-            shows = not isinstance(exit, Gradient) or self._adds_up(exit, result, made.get(id(exit.reads.recipe)))
+            shows = not isinstance(exit, Gradient) or self._is_telling(exit, result, made.get(id(exit.reads.recipe)))
             made.clear()
             self._last = None
             self._try(key, self.columns if exit.columns else self.rows, partial(exit.gives, result, rows, self.rows[0]), rows)
@@ -196,12 +196,12 @@ class Proof:
         """A comparison of an op that adds up shows something. One of several in a step is enough."""
         self._showed[key] = self._showed.get(key, False) or shows
 
-    def _adds_up(self, exit: Gradient, result: torch.Tensor, read: torch.Tensor | None) -> bool:
-        """Whether the bits of a gradient depend on the order in which it is added up: its sums have several terms. `read`: the
-        matrix that is read in tiles; None where that is not there.
+    def _is_telling(self, exit: Gradient, result: torch.Tensor, read: torch.Tensor | None) -> bool:
+        """Whether tiles that give this result will give later ones: it is made of integers, or some of its sums have several
+        terms, whose order shows in the bits. `read`: the matrix that is read in tiles; None where that is not there.
         """
         if not result.is_floating_point():
-            return True  # integers add up alike in any order
+            return True
         if not _varies(result):
             return False
         if read is None:

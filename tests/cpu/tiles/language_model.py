@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -86,6 +87,30 @@ def batches(steps: int = STEPS) -> list[tuple[torch.Tensor, torch.Tensor]]:
         labels[:, -1] = -100
         made.append((ids, labels))
     return made
+
+
+def by_step(
+    loss_of: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    steps: int = STEPS,
+    within: Callable[[int], Any] = lambda step: contextlib.nullcontext(),
+    notes_gradient: bool = False,
+) -> Loop:
+    """A loop that trains with a loss of (step, logits, ids, labels). `within`: gives the context of the forward of a step.
+    `notes_gradient`: the gradients of the head are compared, too.
+    """
+
+    def train(model: Any, optimizer: Any, log: Log, run: Any) -> None:
+        for step, (ids, labels) in enumerate(batches(steps)):
+            with within(step):
+                loss = loss_of(step, model(ids)[0], ids, labels)
+            loss.backward()
+            log.note(loss)
+            if notes_gradient:
+                log.note(model.head.weight.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return train
 
 
 @dataclass

@@ -4,6 +4,8 @@ wrong in most of these tests, as they may be on another machine.
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,30 +14,20 @@ from lightning_memopt.runtime.tiles.exits import Product
 from lightning_memopt.runtime.tiles.kinds import Pointwise
 from lightning_memopt.runtime.tiles.kinds import Product as Logits
 from tests.cpu.lib.engines import needs_tiles
-from tests.cpu.tiles.language_model import CLASSES, batches, compare
+from tests.cpu.tiles.language_model import CLASSES, batches, by_step, compare
 
 pytestmark = needs_tiles
 _CHANGES = 9
 """The step from which on a loop does something else."""
 
 
-def _by(loss_of, steps=16, autocast=False):
+def _by(loss_of, within=lambda step: contextlib.nullcontext()):
     """A loop with a loss of (logits, labels, whether it has changed)."""
 
-    def train(model, optimizer, log, run):
-        for step, (ids, labels) in enumerate(batches(steps)):
-            changed = step >= _CHANGES
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast and changed):
-                logits = model(ids)[0].flatten(0, 1)
-                loss = loss_of(logits, labels.flatten(), changed)
-                del logits
-            loss.backward()
-            log.note(loss)
-            log.note(model.head.weight.grad)
-            optimizer.step()
-            optimizer.zero_grad()
+    def of_step(step, logits, ids, labels):
+        return loss_of(logits.flatten(0, 1), labels.flatten(), step >= _CHANGES)
 
-    return train
+    return by_step(of_step, 16, within, notes_gradient=True)
 
 
 def test_the_power_of_an_op_is_part_of_what_was_compared(monkeypatch):
@@ -62,7 +54,11 @@ def test_another_dtype_is_compared_anew(monkeypatch):
         return made * 1.5 if made.dtype == torch.bfloat16 else made
 
     monkeypatch.setattr(Logits, "tile", wrong)
-    assert compare(_by(lambda logits, labels, changed: F.cross_entropy(logits, labels), autocast=True)).tiled
+
+    def within(step):
+        return torch.autocast("cpu", torch.bfloat16, enabled=step >= _CHANGES)
+
+    assert compare(_by(lambda logits, labels, changed: F.cross_entropy(logits, labels), within)).tiled
 
 
 def test_a_product_with_another_matrix_is_compared_anew(monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 
 from lightning_memopt.runtime.tiles.kinds import LogSoftmaxGradient
 from tests.cpu.lib.engines import needs_tiles
-from tests.cpu.tiles.language_model import CLASSES, LanguageModel, Log, Loop, batches, compare
+from tests.cpu.tiles.language_model import CLASSES, LanguageModel, Loop, batches, by_step, compare
 from tests.cpu.tiles.test_loops import inside, policy, preferred, smoothed
 
 pytestmark = needs_tiles
@@ -44,15 +43,7 @@ def runs_by_columns() -> bool:
 
 def by(loss_of: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> Loop:
     """A loop that trains with a loss of (logits, ids, labels)."""
-
-    def loop(model: Any, optimizer: Any, log: Log, run: Any) -> None:
-        for ids, labels in batches():
-            loss = loss_of(model(ids)[0], ids, labels)
-            loss.backward()
-            log.note(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-
+    loop = by_step(lambda step, *given: loss_of(*given))
     loop.__name__ = loss_of.__name__
     return loop
 
@@ -158,17 +149,11 @@ def test_a_head_of_zeros_proves_nothing_that_later_steps_break(loop):
 def _smoothing(smoothed):
     """Trains for 18 steps, whose labels are smoothed where `smoothed(step)` says so."""
 
-    def train(model, optimizer, log, run):
-        for step, (ids, labels) in enumerate(batches(18)):
-            logits = model(ids)[0].flatten(0, 1)
-            loss = F.cross_entropy(logits, labels.flatten(), label_smoothing=0.1 if smoothed(step) else 0.0)
-            del logits
-            loss.backward()
-            log.note(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+    def loss_of(step, logits, ids, labels):
+        smoothing = 0.1 if smoothed(step) else 0.0
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=smoothing)
 
-    return train
+    return by_step(loss_of, 18)
 
 
 def test_columns_of_another_loss_are_not_taken_from_a_proof(monkeypatch):

@@ -16,7 +16,7 @@ from lightning_memopt.runtime.tiles import proof
 from lightning_memopt.runtime.tiles.exits import Product
 from tests.cpu.lib.engines import needs_tiles
 from tests.cpu.tiles import test_loops
-from tests.cpu.tiles.language_model import CLASSES, batches, compare
+from tests.cpu.tiles.language_model import CLASSES, batches, by_step, compare
 
 pytestmark = needs_tiles
 
@@ -88,19 +88,13 @@ def test_a_file_is_compared_again_where_the_first_step_shows_nothing(tmp_path, m
         into(self, out, span)
         out.mul_(1.5)
 
-    def ignoring(model, optimizer, log, run):
-        for step, (ids, labels) in enumerate(batches()):
-            labels = labels if step else torch.full_like(labels, -100)
-            loss = F.cross_entropy(model(ids)[0].view(-1, CLASSES), labels.view(-1))
-            if not step:
-                loss = loss.nan_to_num()
-            loss.backward()
-            log.note(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+    def loss_of(step, logits, ids, labels):
+        labels = labels if step else torch.full_like(labels, -100)
+        loss = F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1))
+        return loss if step else loss.nan_to_num()
 
     monkeypatch.setattr(Product, "into", wrong)
-    (why,) = compare(ignoring, plan=path).why_whole
+    (why,) = compare(by_step(loss_of), plan=path).why_whole
     assert "tiles give other bits than the whole op on this machine" in why
 
 
